@@ -1,0 +1,282 @@
+"""The whole configuration: frozen sections, one a room; TOML file, then `--set section.key=value`, then flags.
+
+A field that is None takes the model preset's default (`nanorl.models.presets`); the resolved configuration, with nothing left
+open, is saved as JSON in the run folder. Unknown keys and values out of range fail with the nearest name and the path.
+"""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from math import isfinite
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from nanorl.errors import ConfigError
+
+Positive = Annotated[int, Meta(ge=1)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+NonNegative = Annotated[int, Meta(ge=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
+Seconds = PositiveFloat
+
+
+class Section(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Base of every section: frozen, keyword-only, no unknown keys."""
+
+
+class ModelConfig(Section):
+    """Which policy is trained."""
+
+    name: str = "auto"
+    """`auto`, `tiny`, a Hugging Face id or a folder."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """What the engine computes in; the trainer keeps fp32 weights and autocasts to this."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+class ArithmeticData(Section, tag_field="type", tag="arithmetic"):
+    """The built-in two-step arithmetic; train and held-out problems are disjoint."""
+
+
+class JsonlData(Section, tag_field="type", tag="jsonl"):
+    """One JSON object a line: prompt (text or messages), label, metadata."""
+
+    path: str
+    heldout_path: str | None = None
+    """Held-out problems; None: the last tenth of `path`."""
+
+
+class RewardConfig(Section):
+    """Who grades."""
+
+    name: str = "arithmetic"
+    """A built-in reward or `module:function`."""
+    timeout_s: Seconds = 10.0
+    """A user's function that takes longer makes its sample FAILED."""
+
+
+class RolloutConfig(Section):
+    """How the policy is sampled."""
+
+    prompts_per_step: Positive | None = None
+    group_size: Positive | None = None
+    """G: samples a prompt, compared with each other."""
+    max_new_tokens: Positive | None = None
+    temperature: NonNegativeFloat = 1.0
+    max_retries: NonNegative = 2
+    """How often a FAILED or ABORTED sample is sampled again before it is masked."""
+
+    def __post_init__(self) -> None:
+        """Refuses what GRPO can't train on."""
+        if self.temperature == 0:
+            raise ValueError("temperature must be above 0 in training: greedy samples have no distribution to learn from")
+        if self.group_size == 1:
+            raise ValueError("group_size must be at least 2: the group advantage of a single sample is always 0")
+
+
+class AlgoConfig(Section):
+    """Group advantages and the clipped policy loss (`nanorl.algo`)."""
+
+    std: Literal["population", "sample", "none"] = "population"
+    """What a group's rewards are divided by."""
+    eps: PositiveFloat = 1e-6
+    clip_low: Annotated[float, Meta(gt=0, le=1)] = 0.2
+    clip_high: PositiveFloat = 0.2
+    dual_clip: Annotated[float, Meta(gt=1)] | None = None
+    """Upper bound of the loss factor where the advantage is negative; None: off."""
+    reduction: Literal["token", "sample", "constant"] = "token"
+    constant_length: Positive | None = None
+    """What `constant` divides each sample by, in tokens; None: max_new_tokens."""
+
+
+class TrainConfig(Section):
+    """The optimizer and how a step's samples are cut."""
+
+    lr: PositiveFloat | None = None
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: NonNegativeFloat = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+    warmup_steps: NonNegative = 0
+    """Optimizer steps over which lr rises linearly from 0."""
+    num_minibatches: Positive | None = None
+    """Optimizer steps a loop step; the step's samples are split evenly."""
+    micro_batch_tokens: Positive = 16384
+    """Padded tokens in one forward pass; changes memory, not gradients."""
+
+
+class EngineConfig(Section):
+    """Who samples."""
+
+    type: Literal["auto", "torch", "sglang"] = "auto"
+    url: str | None = None
+    """A running server; None: a live `nanorl serve` of the same model, else an own one."""
+    take_over: bool = False
+    """Use a server although another run holds it."""
+    start_timeout_s: Seconds = 300.0
+    request_timeout_s: Seconds = 600.0
+
+
+class SyncConfig(Section):
+    """How weights travel to the engine."""
+
+    carrier: Literal["auto", "shared_memory", "cuda_ipc", "disk"] = "auto"
+    full_check: bool = False
+    """Compare every tensor by checksum after each sync, not only one."""
+
+
+class RunConfig(Section):
+    """The run as a whole."""
+
+    steps: Positive = 6
+    seed: NonNegative = 0
+    dir: str | None = None
+    """The run folder; None: runs/<time>-<model>."""
+    overwrite: bool = False
+    eval_prompts: NonNegative = 256
+    """Held-out prompts answered before and after training, once each at the training temperature; 0: none."""
+
+
+class Config(Section):
+    """Everything that decides a run."""
+
+    model: ModelConfig = ModelConfig()
+    data: ArithmeticData | JsonlData = ArithmeticData()
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algo: AlgoConfig = AlgoConfig()
+    train: TrainConfig = TrainConfig()
+    engine: EngineConfig = EngineConfig()
+    sync: SyncConfig = SyncConfig()
+    run: RunConfig = RunConfig()
+
+
+def load_config(path: Path | None = None, sets: Iterable[str] = (), flags: Mapping[str, Any] | None = None) -> Config:
+    """Defaults, overridden by the TOML file, then by `section.key=value` settings, then by flags that are not None.
+
+    Args:
+        path: TOML file with one table a section.
+        sets: `section.key=value`, the value in TOML's syntax, bare words as strings.
+        flags: `section.key` -> value, as parsed by the command line.
+
+    Raises:
+        ConfigError: a file that can't be read, an unknown key, a value of the wrong type or out of range.
+    """
+    tree: dict[str, Any] = _read_toml(path) if path else {}
+    for setting in sets:
+        key, separator, text = setting.partition("=")
+        if not separator or "." not in key:
+            raise ConfigError(f"Expected --set section.key=value, got {setting!r}. Sections: {', '.join(_names(Config))}.")
+        _put(tree, key.strip(), _parse_value(text.strip()))
+    for key, value in (flags or {}).items():
+        if value is not None:
+            _put(tree, key, value)
+    return _convert(tree)
+
+
+def to_json(config: Config) -> bytes:
+    """The configuration as indented JSON; `from_json` reads it back equal."""
+    return msgspec.json.format(msgspec.json.encode(config), indent=2)
+
+
+def from_json(text: bytes) -> Config:
+    """Reads what `to_json` wrote.
+
+    Raises:
+        ConfigError: it is no configuration of this version.
+    """
+    try:
+        return _convert(msgspec.json.decode(text))
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"Expected a configuration in JSON: {error}") from None
+
+
+def _convert(tree: Mapping[str, Any]) -> Config:
+    _check_finite(tree, "")
+    try:
+        return msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(str(error), tree)) from None
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Expected a readable config file at {path}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is no valid TOML: {error}") from None
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for name in parents:
+        tree = tree.setdefault(name, {})
+        if not isinstance(tree, dict):  # pyright: ignore[reportUnnecessaryIsInstance] (a file may hold anything)
+            raise ConfigError(f"{key}: {name} is no section")
+    tree[last] = value
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _names(section: type[msgspec.Struct]) -> list[str]:
+    return [field.encode_name for field in msgspec.structs.fields(section)]
+
+
+def _explain(message: str, tree: Mapping[str, Any]) -> str:
+    """msgspec's message with its `$.path` as `section.key`, and for an unknown key the nearest right one."""
+    path_match = re.search(r" - at `\$\.?([^`]*)`", message)
+    path = path_match.group(1) if path_match else ""
+    text = message[: path_match.start()] if path_match else message
+    unknown = re.search(r"unknown field `([^`]+)`", text)
+    if not unknown:
+        return f"{path}: {text}{_what_came(path, tree)}" if path else text
+    key = unknown.group(1)
+    valid = _names(Config) if not path else _names(_section_type(path, tree))
+    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+    hint = f"Did you mean {_join(path, near[0])!r}? " if near else ""
+    return f"Unknown config key {_join(path, key)!r}. {hint}Known: {', '.join(valid)}."
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _what_came(path: str, tree: Mapping[str, Any]) -> str:
+    value: Any = tree
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None  # pyright: ignore[reportUnknownMemberType]
+    return "" if value is None or isinstance(value, Mapping) else f", got {value!r}{_choices(path, value)}"
+
+
+def _choices(path: str, value: Any) -> str:
+    """What a field of fixed choices takes, where the value is none of them."""
+    if path.count(".") != 1 or not isinstance(value, str):
+        return ""
+    section, name = path.split(".")
+    field_type = get_type_hints(type(getattr(Config(), section))).get(name)
+    options = [o for part in (field_type, *get_args(field_type)) if get_origin(part) is Literal for o in get_args(part)]
+    return f". Choices: {', '.join(options)}" if options else ""
+
+
+def _check_finite(tree: Mapping[str, Any], path: str) -> None:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            _check_finite(value, f"{path}{key}.")  # pyright: ignore[reportUnknownArgumentType]
+        elif isinstance(value, float) and not isfinite(value):
+            raise ConfigError(f"{path}{key}: expected a finite number, got {value}")
+
+
+def _section_type(path: str, tree: Mapping[str, Any]) -> type[msgspec.Struct]:
+    default = getattr(Config(), path)
+    if path == "data" and tree.get("data", {}).get("type") == "jsonl":
+        return JsonlData
+    return type(default)
