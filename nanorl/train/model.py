@@ -16,9 +16,9 @@ class TokenScores(NamedTuple):
     """What a forward pass says of the targets."""
 
     logprobs: Tensor
-    """[B, T] fp32 nats of the targets under softmax(logits / temperature), 0 where masked; carries the gradient."""
+    """[B, T] nats, fp32 or better, of the targets under softmax(logits / temperature), 0 where masked; carries the gradient."""
     entropy: Tensor
-    """[B, T] fp32 nats of the whole distribution, 0 where masked; no gradient."""
+    """[B, T] nats of the whole distribution, 0 where masked; no gradient."""
 
 
 class Policy:
@@ -41,9 +41,10 @@ class Policy:
         mask = batch.loss_mask
         with self._autocast():
             logits = self._logits(batch.input_ids, mask)
-        scores = _select(logits.float() / self.temperature, batch.target_ids[mask])
-        out = [torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_scatter(mask, x) for x in scores]
-        return TokenScores(*out)
+        precise = torch.promote_types(logits.dtype, torch.float32)
+        logprobs, entropy = _select(logits.to(precise) / self.temperature, batch.target_ids[mask])
+        zeros = torch.zeros(mask.shape, dtype=precise, device=mask.device)
+        return TokenScores(zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropy))
 
     def _logits(self, input_ids: Tensor, mask: Tensor) -> Tensor:
         """[N, V] logits at the N set positions of mask, row by row."""
