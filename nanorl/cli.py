@@ -1,0 +1,124 @@
+"""The command line: each command parses, builds a config, calls one function and shows a view. Nothing heavy is imported here."""
+
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+import nanorl
+from nanorl.errors import NanoRLError
+
+app = typer.Typer(
+    name="nanorl",
+    help="RL post-training for language models: sample, grade, train, sync the weights, and again.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[str | None, typer.Option("--model", "-m", help="auto, tiny, a Hugging Face id or a folder.")]
+EngineKind = Annotated[str | None, typer.Option("--engine", help="auto, torch (embedded) or sglang.")]
+EngineUrl = Annotated[str | None, typer.Option("--engine-url", help="Use a running server, e.g. http://127.0.0.1:30000.")]
+TakeOver = Annotated[bool | None, typer.Option("--take-over", help="Use a server although another run holds it.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file with one table a section.")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any config key; may be repeated.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Decides prompts, sampling noise and minibatches.")]
+RunDir = Annotated[str | None, typer.Option("--run-dir", help="Run folder; default runs/<time>-<model>.")]
+Overwrite = Annotated[bool | None, typer.Option("--overwrite", help="Delete what an earlier run left in the run folder.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the final table.")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
+    if version:
+        typer.echo(f"nanorl {nanorl.__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    steps: Annotated[int | None, typer.Option("--steps", "-n", help="Loop steps.")] = None,
+    model: Model = None,
+    engine: EngineKind = None,
+    engine_url: EngineUrl = None,
+    take_over: TakeOver = None,
+    prompts_per_step: Annotated[int | None, typer.Option(help="Prompts a step.")] = None,
+    group_size: Annotated[int | None, typer.Option(help="Samples a prompt.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Budget of one response.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature, above 0.")] = None,
+    seed: Seed = None,
+    run_dir: RunDir = None,
+    overwrite: Overwrite = None,
+    config: ConfigFile = None,
+    set_: Set = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train with the synchronous on-policy loop; without arguments: the tiny model learns arithmetic."""
+    flags = {
+        "run.steps": steps,
+        "run.seed": seed,
+        "run.dir": run_dir,
+        "run.overwrite": overwrite,
+        "rollout.prompts_per_step": prompts_per_step,
+        "rollout.group_size": group_size,
+        "rollout.max_new_tokens": max_new_tokens,
+        "rollout.temperature": temperature,
+        "train.lr": lr,
+        **_engine_flags(model, engine, engine_url, take_over),
+    }
+    from nanorl.config import load_config
+    from nanorl.tracking.view import make_view
+
+    resolved = load_config(config, set_ or (), flags)
+    with make_view(quiet=quiet) as view:
+        view.progress("importing torch", 0, 0)
+        from nanorl.loops.train import train as run
+
+        run(resolved, view)
+
+
+@app.command()
+def serve(
+    model: Model = None,
+    engine: EngineKind = None,
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.")] = 30000,
+    config: ConfigFile = None,
+    set_: Set = None,
+    quiet: Quiet = False,
+) -> None:
+    """Serve a model until Ctrl-C; other commands on this machine find it."""
+    from nanorl.config import load_config
+    from nanorl.tracking.view import make_view
+
+    resolved = load_config(config, set_ or (), _engine_flags(model, engine, None, None))
+    with make_view(quiet=quiet) as view:
+        from nanorl.loops.serve import serve as run
+
+        run(resolved, port, view)
+
+
+def _engine_flags(model: str | None, engine: str | None, url: str | None, take_over: bool | None) -> dict[str, Any]:
+    return {"model.name": model, "engine.type": engine, "engine.url": url, "engine.take_over": take_over}
+
+
+def main() -> None:
+    """Runs a command; what nanorl raises on purpose becomes one message and exit code 2."""
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    try:
+        app(standalone_mode=True)
+    except NanoRLError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except OSError as error:  # a full disk or a missing right, wherever it shows
+        typer.echo(f"error: {error.strerror or error}: {error.filename or 'no file named'}", err=True)
+        sys.exit(2)
+
+
+def _on_sigterm(signum: int, frame: FrameType | None) -> None:
+    """Unwinds like Ctrl-C does, so that every context manager stops what it started."""
+    sys.exit(128 + signum)

@@ -1,0 +1,88 @@
+"""`nanorl train`: the synchronous, strictly on-policy loop. The whole of nanorl on one screen."""
+
+import time
+from dataclasses import dataclass
+
+from nanorl.config import Config
+from nanorl.loops.build import Run, build
+from nanorl.loops.evaluate import Accuracy, evaluate
+from nanorl.rollout.metrics import rollout_metrics
+from nanorl.tracking.view import View
+from nanorl.types import StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """What a run came to."""
+
+    reports: tuple[StepReport, ...]
+    before: Accuracy | None
+    """Held-out accuracy of the model as loaded; None with eval_prompts = 0."""
+    after: Accuracy | None
+
+
+def train(config: Config, view: View) -> TrainResult:
+    """Samples, grades, trains and syncs `run.steps` times, in lockstep: every sample is of the current weights.
+
+    Raises:
+        NanoRLError: bad input, an engine that died, a sync that did not arrive. Everything started is stopped by then.
+    """
+    with build(config, view) as run:
+        before = evaluate(run)
+        reports = tuple(_step(run, step) for step in range(1, run.config.run.steps + 1))
+        after = evaluate(run)
+        result = TrainResult(reports, before, after)
+        _summarize(result, view)
+        return result
+
+
+def _step(run: Run, step: int) -> StepReport:
+    """One turn of the loop: Prompt -> Group -> gradient -> weight version + 1."""
+    start = time.perf_counter()
+    groups = run.sample(run.prompts.next(run.prompts_per_step), step)
+    sampled = time.perf_counter()
+
+    # A group with fewer than two valid members has nothing to compare: it is dropped and counted, never trained.
+    samples = [sample for group in groups if len(group.valid) >= 2 for sample in group.valid]
+    metrics = run.trainer.step(samples, lambda done, total: run.view.progress("training", done, total))
+    trained = time.perf_counter()
+
+    synced = run.sync_weights()
+    end = time.perf_counter()
+
+    metrics |= rollout_metrics(groups) | synced.metrics()
+    metrics |= {
+        "rollout/tokens_per_s": metrics["rollout/num_tokens"] / (sampled - start),
+        "time/rollout_s": sampled - start,
+        "time/train_s": trained - sampled,
+        "time/sync_s": end - trained,
+        "time/step_s": end - start,
+    }
+    report = StepReport(step=step, weight_version=run.version, metrics=metrics)
+    run.log(report)
+    return report
+
+
+def _summarize(result: TrainResult, view: View) -> None:
+    """Early and late means, and the held-out problems before and after."""
+    third = max(1, len(result.reports) // 3)
+    early, late = result.reports[:third], result.reports[-third:]
+    rows = [
+        (title, _mean(early, metric), _mean(late, metric))
+        for title, metric in (
+            ("reward", "rollout/reward/mean"),
+            ("accuracy, sampled", "rollout/correct/mean"),
+            ("format, sampled", "rollout/format/mean"),
+            ("step s", "time/step_s"),
+        )
+    ]
+    if result.before and result.after:
+        rows.append((f"accuracy, {result.before.num_prompts} held-out", result.before.text("correct"), result.after.text("correct")))
+        rows.append((f"format, {result.before.num_prompts} held-out", result.before.text("format"), result.after.text("format")))
+    span = f"steps 1-{third}", f"steps {len(result.reports) - third + 1}-{len(result.reports)}"
+    view.table("Summary (held-out: before training, after)", ("", *span), rows)
+
+
+def _mean(reports: tuple[StepReport, ...], metric: str) -> str:
+    values = [report.metrics[metric] for report in reports if metric in report.metrics]
+    return f"{sum(values) / len(values):.3f}" if values else "-"
