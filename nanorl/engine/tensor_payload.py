@@ -1,0 +1,182 @@
+"""How a bucket of weights travels: a base64 pickle of a handle to shared memory (CPU) or CUDA IPC memory, never of the bytes.
+
+SGLang's form: a ForkingPickler dump of `{"flattened_tensor": uint8 tensor, "metadata": [FlattenedTensorMetadata, ...]}`, the
+metadata class pickled by reference to SGLang's own module. Nothing here needs SGLang installed.
+
+Source: sglang/srt/weight_sync/tensor_bucket.py, sglang/srt/utils/patch_torch.py (0.5.23).
+"""
+
+import base64
+import contextlib
+import io
+import pickle
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+import torch.multiprocessing
+from torch.multiprocessing import reductions
+
+from nanorl.errors import WeightSyncError
+
+_METADATA_MODULE = "sglang.srt.weight_sync.tensor_bucket"
+_REBUILD_CUDA = ("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified")
+_CUDA_DEVICE_ARGUMENT = 6
+"""Place of the device index among rebuild_cuda_tensor's arguments, unchanged for years."""
+_lock = threading.Lock()
+
+
+@dataclass
+class FlattenedTensorMetadata:
+    """Where one tensor lies in a flat uint8 bucket; field names and order are SGLang's."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start_idx: int
+    """First byte in the bucket."""
+    end_idx: int
+    """One past the last byte."""
+    numel: int
+    """Bytes, in spite of its name: end_idx - start_idx."""
+
+
+# Pickled by reference, so the class must say that it lives where SGLang's twin does.
+FlattenedTensorMetadata.__module__ = _METADATA_MODULE
+
+
+def serialize_bucket(flat: torch.Tensor, metadata: Sequence[FlattenedTensorMetadata]) -> str:
+    """The bucket's handle as SGLang takes it. A CPU tensor moves to shared memory here, for good.
+
+    Args:
+        flat: [bytes] uint8, contiguous.
+        metadata: where each tensor lies.
+    """
+    buffer = io.BytesIO()
+    with _lock, _sglang_names(), _file_system_sharing():
+        pickler = ForkingPickler(buffer)
+        if flat.is_cuda:
+            pickler.dispatch_table = pickler.dispatch_table.new_child({torch.Tensor: _reduce_cuda_tensor})  # type: ignore[attr-defined]
+        pickler.dump({"flattened_tensor": flat, "metadata": list(metadata)})
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def renew_handle(flat: torch.Tensor) -> None:
+    """Makes a serialized handle of a CPU tensor good for one more reader.
+
+    Each reader gives back one reference that it took over from the sender; torch unlinks the shared memory with the last.
+    Serializing takes one reference, so sending the same handle again needs one more.
+    """
+    if flat.device.type == "cpu":
+        flat.untyped_storage()._shared_incref()
+
+
+def deserialize_bucket(payload: str) -> tuple[torch.Tensor, list[FlattenedTensorMetadata]]:
+    """Opens a bucket: a view of the sender's memory, to be copied out before the answer.
+
+    Raises:
+        WeightSyncError: the payload is no bucket, or names anything beyond tensors and metadata.
+    """
+    try:
+        bucket = _BucketUnpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load()
+        return bucket["flattened_tensor"], bucket["metadata"]
+    except WeightSyncError:
+        raise
+    except Exception as error:  # a pickle can fail in any way it likes: one catch-all at this boundary
+        raise WeightSyncError(
+            f"Expected a base64 pickle of flattened_tensor and metadata, got one that can't be opened: {error!r}"
+        ) from error
+
+
+class _BucketUnpickler(pickle.Unpickler):
+    """Knows tensors and metadata, and nothing else: a pickle from the network must not name arbitrary callables."""
+
+    _ALLOWED = frozenset(
+        {
+            ("torch", "Size"),
+            ("torch", "device"),
+            ("torch", "Tensor"),
+            ("torch.storage", "UntypedStorage"),
+            ("torch", "UntypedStorage"),
+            ("torch.storage", "TypedStorage"),
+            ("torch", "ByteStorage"),
+            ("torch.multiprocessing.reductions", "rebuild_tensor"),
+            ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"),
+            ("torch.multiprocessing.reductions", "rebuild_storage_filename"),
+            ("torch.multiprocessing.reductions", "rebuild_storage_empty"),
+            ("torch.multiprocessing.reductions", "rebuild_typed_storage"),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (_METADATA_MODULE, "FlattenedTensorMetadata"):
+            return FlattenedTensorMetadata
+        if (module, name) == _REBUILD_CUDA:
+            return _rebuild_cuda_tensor
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) in self._ALLOWED:
+            return super().find_class(module, name)
+        raise WeightSyncError(f"A bucket of weights may not name {module}.{name}")
+
+
+def _reduce_cuda_tensor(tensor: torch.Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """As torch does it, but with the device's UUID: both sides may number their GPUs differently (CUDA_VISIBLE_DEVICES)."""
+    _, arguments = reductions.reduce_tensor(tensor)
+    uuid = str(torch.cuda.get_device_properties(arguments[_CUDA_DEVICE_ARGUMENT]).uuid)
+    named = (*arguments[:_CUDA_DEVICE_ARGUMENT], uuid, *arguments[_CUDA_DEVICE_ARGUMENT + 1 :])
+    return _rebuild_cuda_tensor, named
+
+
+def _rebuild_cuda_tensor(*arguments: Any) -> torch.Tensor:
+    device: Any = arguments[_CUDA_DEVICE_ARGUMENT]
+    if isinstance(device, str):
+        uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+        if device not in uuids:
+            raise WeightSyncError(f"The weights lie on GPU {device}, which this process doesn't see; it sees {uuids}")
+        device = uuids.index(device)
+    return reductions.rebuild_cuda_tensor(
+        *arguments[:_CUDA_DEVICE_ARGUMENT], device, *arguments[_CUDA_DEVICE_ARGUMENT + 1 :]
+    )
+
+
+_rebuild_cuda_tensor.__module__, _rebuild_cuda_tensor.__qualname__ = _REBUILD_CUDA
+
+
+@contextlib.contextmanager
+def _sglang_names() -> Iterator[None]:
+    """While pickling, SGLang's module names lead to our twins: pickle checks that a global can be found under its name."""
+    metadata, rebuild = types.ModuleType(_METADATA_MODULE), types.ModuleType(_REBUILD_CUDA[0])
+    metadata.FlattenedTensorMetadata = FlattenedTensorMetadata  # type: ignore[attr-defined]
+    setattr(rebuild, _REBUILD_CUDA[1], _rebuild_cuda_tensor)
+    twins = {module.__name__: module for module in (metadata, rebuild)}
+    for name in list(twins):
+        while "." in name:
+            name = name.rpartition(".")[0]
+            twins.setdefault(name, types.ModuleType(name))
+    before = {name: sys.modules.get(name) for name in twins}
+    sys.modules.update(twins)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+@contextlib.contextmanager
+def _file_system_sharing() -> Iterator[None]:
+    """Shares by name: the default, by file descriptor, can't reach a process that isn't our child (it makes SGLang die)."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
