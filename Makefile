@@ -1,0 +1,40 @@
+# `make demo` and `make test` do everything on a fresh machine, set-up included.
+#   PYTHON  interpreter that makes the environment (3.11 or newer)
+#   VENV    where the environment lies
+#   NANORL_TORCH  torch requirement instead of the automatic choice, for example "torch==2.12.0"
+
+PYTHON ?=
+VENV ?= .venv
+BIN := $(VENV)/bin
+export PYTHON
+
+.PHONY: demo test check lint format setup setup-dev clean
+.NOTPARALLEL:
+
+demo: setup  ## the closed loop: the tiny model learns arithmetic
+	@$(BIN)/nanorl train --steps 6
+
+test: setup-dev  ## all tests that this machine can run, with the coverage floor
+	@$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
+
+check: lint test  ## what CI runs
+
+lint: setup-dev  ## the checks that run no test
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/python -m pyright --pythonpath $(BIN)/python
+
+format: setup-dev  ## mends what can be mended
+	$(BIN)/python -m ruff format .
+	$(BIN)/python -m ruff check --fix .
+
+setup:
+	@tools/setup.sh $(VENV)
+
+setup-dev:
+	@tools/setup.sh $(VENV) dev
+
+clean:  ## removes the environment and caches; runs/ stays
+	rm -rf $(VENV) .pytest_cache .ruff_cache .import_linter_cache .coverage .coverage.* htmlcov build dist
+	find nanorl tests -name __pycache__ -type d -prune -exec rm -rf {} +
