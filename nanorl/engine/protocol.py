@@ -121,6 +121,76 @@ class WeightUpdateFromDisk(msgspec.Struct, kw_only=True, frozen=True):
     abort_all_requests: bool = False
 
 
+class AbortBody(msgspec.Struct, kw_only=True, frozen=True):
+    """POST /abort_request: one request (and those whose id starts with `rid`), or all."""
+
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class PauseBody(msgspec.Struct, kw_only=True, frozen=True):
+    """POST /pause_generation. Name the mode: the default kills what runs."""
+
+    mode: PauseMode = "abort"
+
+
+class BeginUpdateBody(msgspec.Struct, kw_only=True, frozen=True):
+    """POST /begin_weight_update."""
+
+    selector: str = "all"
+
+
+class WeightVersionBody(msgspec.Struct, kw_only=True, frozen=True):
+    """POST /update_weight_version: names the weights without changing them."""
+
+    new_version: str
+    abort_all_requests: bool = True
+
+
+class WeightByNameBody(msgspec.Struct, kw_only=True, frozen=True):
+    """POST /get_weights_by_name."""
+
+    name: str
+    truncate_size: int = 100
+
+
+class CheckWeightsBody(msgspec.Struct, kw_only=True, frozen=True):
+    """POST /weights_checker."""
+
+    action: str = "checksum"
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """One message of a chat; passed on to the template as it is."""
+
+    role: str
+    content: Any = ""
+
+
+class ChatRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """POST /v1/chat/completions: the part of OpenAI's request that the embedded engine answers."""
+
+    messages: list[ChatMessage]
+    model: str | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int = 1
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    stream: bool = False
+    user: str | None = None
+    # SGLang's additions
+    top_k: int = -1
+    min_p: float = 0.0
+    ignore_eos: bool = False
+    stop_token_ids: list[int] | None = None
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+
+
 def version_number(version: str | int) -> int:
     """SGLang reports versions as strings, "default" before the first update: that is 0.
 
