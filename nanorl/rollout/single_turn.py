@@ -10,7 +10,7 @@ import msgspec
 from nanorl.algo.advantages import group_advantages
 from nanorl.config import AlgoConfig, RolloutConfig
 from nanorl.engine.protocol import SamplingParams
-from nanorl.errors import ConfigError, DataError
+from nanorl.errors import DataError
 from nanorl.rewards.hub import GradeItem, RewardFailure, RewardResult
 from nanorl.types import Completion, Group, Message, Prompt, Sample
 
@@ -63,7 +63,9 @@ class SingleTurn:
     context_length: int
     """Tokens that prompt and response together may have."""
 
-    async def collect(self, prompts: Sequence[Prompt], seed: int, on_progress: Progress = lambda done, total: None) -> list[Group]:
+    async def collect(
+        self, prompts: Sequence[Prompt], seed: int, group_size: int, on_progress: Progress = lambda done, total: None
+    ) -> list[Group]:
         """Samples group_size responses a prompt, grades them, and gives each sample its advantage.
 
         All first tries go as one request: the engine sees the same batch in every run with the same seed, and so answers
@@ -73,15 +75,13 @@ class SingleTurn:
             DataError: a prompt leaves no room for a response.
             EngineError: the engine can't be reached.
         """
-        if self.rollout.group_size is None:
-            raise ConfigError("The rollout needs group_size: resolve the config with a preset")
         rng = random.Random(seed)
         prompt_ids = [self.chat.render(prompt.messages) for prompt in prompts]
         sampling = [self._sampling(prompt, ids) for prompt, ids in zip(prompts, prompt_ids, strict=True)]
-        wanted = [(row, index) for row in range(len(prompts)) for index in range(self.rollout.group_size)]
+        wanted = [(row, index) for row in range(len(prompts)) for index in range(group_size)]
         done: dict[tuple[int, int], Sample] = {}
         for attempt in range(self.rollout.max_retries + 1):
-            size = self.rollout.group_size if attempt == 0 else 1
+            size = group_size if attempt == 0 else 1
             rows = [row for row, index in wanted if index % size == 0]
             answers = await self.sampler.generate_batch(
                 [prompt_ids[row] for row in rows],

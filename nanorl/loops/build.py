@@ -1,0 +1,165 @@
+"""The composition root: a configuration becomes a running engine, a trainer, and everything between them.
+
+Only this room knows all others. Whatever is started here is stopped here, in reverse order, also on errors and Ctrl-C.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from nanorl.config import Config, to_json
+from nanorl.data import PromptStream, build_data
+from nanorl.engine.client import EngineClient
+from nanorl.engine.generation import GenerationClient
+from nanorl.loops.engine import EngineHandle, acquire_engine
+from nanorl.loops.resolve import resolve
+from nanorl.models.presets import ResolvedModel
+from nanorl.rewards.hub import build_grader
+from nanorl.rollout.runner import EventLoopThread
+from nanorl.rollout.single_turn import SingleTurn
+from nanorl.tokens.chat import ChatFormat, load_tokenizer
+from nanorl.tracking.run_folder import RunFolder, create_run_folder
+from nanorl.tracking.trackers import JsonlTracker, Trackers
+from nanorl.tracking.view import View
+from nanorl.train.model import load_policy
+from nanorl.train.trainer import Trainer
+from nanorl.types import Group, Prompt, StepReport
+from nanorl.weight_sync.base import SyncReport, WeightSync
+from nanorl.weight_sync.shared_memory import SharedMemorySync
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """Everything that a loop touches."""
+
+    config: Config
+    """Resolved: no field is open."""
+    folder: RunFolder
+    view: View
+    trackers: Trackers
+    prompts: PromptStream
+    heldout: Sequence[Prompt]
+    rollout: SingleTurn
+    event_loop: EventLoopThread
+    trainer: Trainer
+    engine: EngineHandle
+    sync: WeightSync
+    version: int = 0
+    """The weights that the engine holds: how many syncs this run has made."""
+
+    def sample(self, prompts: Sequence[Prompt], noise: int, *, group_size: int | None = None, what: str = "sampling") -> list[Group]:
+        """Graded groups of the engine's current weights; `noise` and the run's seed decide the sampling."""
+        self.view.progress(what, 0, len(prompts) * (group_size or self.group_size))
+        work = self.rollout.collect(
+            prompts,
+            self.config.run.seed * 1_000_000_007 + noise,
+            group_size or self.group_size,
+            lambda done, total: self.view.progress(what, done, total),
+        )
+        return self.event_loop.run(work, self.config.engine.request_timeout_s, self.engine.check_alive)
+
+    def sync_weights(self) -> SyncReport:
+        """Makes the engine hold the trainer's weights, under the next version."""
+        self.view.progress("syncing", 0, 0)
+        report = self.sync.sync(self.trainer.named_tensors(), self.version + 1)
+        self.version = report.version
+        if self.config.sync.full_check:
+            self.sync.verify(self.trainer.named_tensors())
+        return report
+
+    def log(self, report: StepReport) -> None:
+        """The step, to the view and to every tracker."""
+        self.trackers.log(report)
+        self.view.step(report, self.config.run.steps)
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Groups a step."""
+        return self.config.rollout.prompts_per_step or 1
+
+    @property
+    def group_size(self) -> int:
+        """Samples a group."""
+        return self.config.rollout.group_size or 1
+
+
+@contextlib.contextmanager
+def build(config: Config, view: View) -> Iterator[Run]:
+    """Checks everything that can be checked cheaply, then starts the engine while the trainer's model loads.
+
+    Raises:
+        NanoRLError: bad input; nothing that was started is left behind.
+    """
+    with contextlib.ExitStack() as stack:
+        config, model = resolve(config, lambda text, done, total: view.progress(text, done, total))
+        chat = ChatFormat(load_tokenizer(model.path))
+        prompts = build_data(config.data, config.run.seed)
+        grader = build_grader(config.reward)
+        stack.callback(grader.close)
+        folder = create_run_folder(config.run.dir, model.name, overwrite=config.run.overwrite)
+        folder.config.write_bytes(to_json(config))
+        engine, trainer = _start_both(stack, config, model, folder, view)
+        view.header(
+            {
+                "model": model.name,
+                "engine": engine.description,
+                "device": str(trainer.policy.device),
+                "dtype": str(config.model.dtype),
+                "run": str(folder.path),
+            }
+        )
+        event_loop = stack.enter_context(EventLoopThread())
+        client = stack.enter_context(EngineClient(engine.url))
+        rollout = SingleTurn(
+            sampler=GenerationClient(engine.url, timeout_s=config.engine.request_timeout_s),
+            chat=chat,
+            grader=grader,
+            rollout=config.rollout,
+            algo=config.algo,
+            context_length=engine.context_length,
+        )
+        sync = SharedMemorySync(client)
+        stack.callback(sync.close)
+        trackers = Trackers([JsonlTracker(folder.metrics)])
+        stack.callback(trackers.close)
+        run = Run(
+            config=config,
+            folder=folder,
+            view=view,
+            trackers=trackers,
+            prompts=prompts,
+            heldout=prompts.heldout(config.run.eval_prompts),
+            rollout=rollout,
+            event_loop=event_loop,
+            trainer=trainer,
+            engine=engine,
+            sync=sync,
+        )
+        # A server that another run has trained must give no false result: ours first, whoever started it.
+        run.sync_weights()
+        yield run
+
+
+def _start_both(
+    stack: contextlib.ExitStack, config: Config, model: ResolvedModel, folder: RunFolder, view: View
+) -> tuple[EngineHandle, Trainer]:
+    """The engine starts in its own process while the trainer's weights load in this one."""
+    view.progress("starting the engine, loading the model", 0, 0)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        starting = pool.submit(acquire_engine, config, model, folder.engine_log, str(folder.path))
+        try:
+            trainer = _make_trainer(config, model, folder)
+        finally:
+            engine = stack.enter_context(starting.result())
+    return engine, trainer
+
+
+def _make_trainer(config: Config, model: ResolvedModel, folder: RunFolder) -> Trainer:
+    torch.manual_seed(config.run.seed)
+    device = torch.device(config.model.device)
+    autocast = torch.bfloat16 if config.model.dtype == "bfloat16" else None
+    policy = load_policy(model.path, device, config.rollout.temperature, autocast)
+    return Trainer(policy, config.train, config.algo, config.run.seed, folder.path)
