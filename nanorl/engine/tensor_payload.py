@@ -19,9 +19,9 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-import torch.multiprocessing
 from torch.multiprocessing import reductions
 
+from nanorl.engine.shared_buffer import open_shared_buffer
 from nanorl.errors import WeightSyncError
 
 _METADATA_MODULE = "sglang.srt.weight_sync.tensor_bucket"
@@ -50,30 +50,18 @@ class FlattenedTensorMetadata:
 FlattenedTensorMetadata.__module__ = _METADATA_MODULE
 
 
-def serialize_bucket(flat: torch.Tensor, metadata: Sequence[FlattenedTensorMetadata]) -> str:
-    """The bucket's handle as SGLang takes it. A CPU tensor moves to shared memory here, for good.
+def serialize_bucket(flat: torch.Tensor, metadata: Sequence[FlattenedTensorMetadata], *, shared_name: str | None = None) -> str:
+    """The bucket's handle as SGLang takes it; good for any number of readers, as long as `flat` lives.
 
     Args:
-        flat: [bytes] uint8, contiguous.
+        flat: [bytes] uint8, contiguous: on a GPU, or the tensor of a SharedBuffer.
         metadata: where each tensor lies.
+        shared_name: the SharedBuffer's name, for a CPU tensor.
     """
-    buffer = io.BytesIO()
-    with _lock, _sglang_names(), _file_system_sharing():
-        pickler = ForkingPickler(buffer)
-        if flat.is_cuda:
-            pickler.dispatch_table = pickler.dispatch_table.new_child({torch.Tensor: _reduce_cuda_tensor})  # type: ignore[attr-defined]
-        pickler.dump({"flattened_tensor": flat, "metadata": list(metadata)})
-    return base64.b64encode(buffer.getvalue()).decode("ascii")
-
-
-def renew_handle(flat: torch.Tensor) -> None:
-    """Makes a serialized handle of a CPU tensor good for one more reader.
-
-    Each reader gives back one reference that it took over from the sender; torch unlinks the shared memory with the last.
-    Serializing takes one reference, so sending the same handle again needs one more.
-    """
-    if flat.device.type == "cpu":
-        flat.untyped_storage()._shared_incref()
+    stream = io.BytesIO()
+    with _lock, _sglang_names():
+        _BucketPickler(stream, shared_name).dump({"flattened_tensor": flat, "metadata": list(metadata)})
+    return base64.b64encode(stream.getvalue()).decode("ascii")
 
 
 def deserialize_bucket(payload: str) -> tuple[torch.Tensor, list[FlattenedTensorMetadata]]:
@@ -93,6 +81,24 @@ def deserialize_bucket(payload: str) -> tuple[torch.Tensor, list[FlattenedTensor
         ) from error
 
 
+class _BucketPickler(ForkingPickler):
+    """Pickles tensors as handles."""
+
+    def __init__(self, stream: io.BytesIO, shared_name: str | None) -> None:
+        super().__init__(stream)
+        self._shared_name = shared_name
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.UntypedStorage) and value.device.type == "cpu":
+            if self._shared_name is None:
+                raise WeightSyncError("A bucket on the CPU must lie in a SharedBuffer, and its name be given")
+            # No manager: torch's readers then keep their own books, and start nothing here.
+            return reductions.rebuild_storage_filename, (type(value), b"", self._shared_name.encode(), value.nbytes())
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            return _reduce_cuda_tensor(value)
+        return NotImplemented
+
+
 class _BucketUnpickler(pickle.Unpickler):
     """Knows tensors and metadata, and nothing else: a pickle from the network must not name arbitrary callables."""
 
@@ -107,7 +113,6 @@ class _BucketUnpickler(pickle.Unpickler):
             ("torch", "ByteStorage"),
             ("torch.multiprocessing.reductions", "rebuild_tensor"),
             ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"),
-            ("torch.multiprocessing.reductions", "rebuild_storage_filename"),
             ("torch.multiprocessing.reductions", "rebuild_storage_empty"),
             ("torch.multiprocessing.reductions", "rebuild_typed_storage"),
         }
@@ -118,11 +123,20 @@ class _BucketUnpickler(pickle.Unpickler):
             return FlattenedTensorMetadata
         if (module, name) == _REBUILD_CUDA:
             return _rebuild_cuda_tensor
+        if (module, name) == ("torch.multiprocessing.reductions", "rebuild_storage_filename"):
+            return _rebuild_shared_storage
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) in self._ALLOWED:
             return super().find_class(module, name)
         raise WeightSyncError(f"A bucket of weights may not name {module}.{name}")
+
+
+def _rebuild_shared_storage(storage_class: type, manager: bytes, handle: bytes, num_bytes: int) -> torch.UntypedStorage:
+    """A nanorl buffer is opened without torch's daemon; other clients' buffers as torch does it."""
+    if not manager:
+        return open_shared_buffer(handle.decode(), num_bytes)
+    return reductions.rebuild_storage_filename(storage_class, manager, handle, num_bytes)
 
 
 def _reduce_cuda_tensor(tensor: torch.Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -169,14 +183,3 @@ def _sglang_names() -> Iterator[None]:
                 del sys.modules[name]
             else:
                 sys.modules[name] = module
-
-
-@contextlib.contextmanager
-def _file_system_sharing() -> Iterator[None]:
-    """Shares by name: the default, by file descriptor, can't reach a process that isn't our child (it makes SGLang die)."""
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        yield
-    finally:
-        torch.multiprocessing.set_sharing_strategy(before)
