@@ -67,13 +67,17 @@ class ModelAdapter:
         """[N, hidden] -> [N, V]."""
         return self._head(hidden)
 
+    def run_alone(self, token_ids: list[int]) -> Tensor:
+        """[T, V] logits of one sequence, without a cache."""
+        return self.model(input_ids=torch.tensor([token_ids], device=self.device), use_cache=False).logits[0]
+
     @torch.inference_mode()
     def _probe(self) -> list[LayerShape]:
         """Runs three tokens: is head(body(x)) the whole model, and what does each layer cache?"""
         ids = torch.arange(3, device=self.device).unsqueeze(0)
         cache = DynamicCache(config=self.config)
         hidden = self.hidden(ids, ids, cache)
-        if not torch.equal(self.logits(hidden), self.model(input_ids=ids, use_cache=False).logits):
+        if not torch.equal(self.logits(hidden)[0], self.run_alone([0, 1, 2])):
             raise ModelError(
                 f"{self._name} changes its logits after the head (scaling or capping), which the embedded engine can't do. "
                 "Use SGLang for it."

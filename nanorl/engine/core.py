@@ -87,6 +87,11 @@ class EngineCore:
         self.waiting = deque(s for s in self.waiting if s.request is not request)
         self._take(rows)
 
+    @torch.inference_mode()
+    def check_model(self) -> None:
+        """Runs the model on one token, without the cache: what /health wants to know."""
+        self.adapter.run_alone([0])
+
     # Pausing
 
     def pause(self, mode: PauseMode) -> None:

@@ -12,13 +12,9 @@ from fastapi.responses import StreamingResponse
 from nanorl.engine.answers import answers_of, partial_answer
 from nanorl.engine.intake import Intake, Refusal, decode
 from nanorl.engine.protocol import FinishInfo, GenerateRequest
+from nanorl.engine.responses import json_response, sse
 from nanorl.engine.sequence import EngineSequence, Request
 from nanorl.engine.torch_engine import TorchEngine
-
-
-def json_response(body: Any, status: int = 200) -> Response:
-    """Anything msgspec can encode."""
-    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +110,6 @@ def _settle(future: "asyncio.Future[str | None]", error: str | None) -> None:
 def _raise_failure(error: str | None) -> None:
     if error is not None:
         raise Refusal(error, 500)
-
-
-def sse(body: Any) -> bytes:
-    """One server-sent event."""
-    return b"data: " + (body if isinstance(body, bytes) else msgspec.json.encode(body)) + b"\n\n"
 
 
 def generation_router(generator: Generator) -> APIRouter:

@@ -7,11 +7,14 @@ import torch
 from fastapi import FastAPI, Request as HttpRequest, Response
 
 from nanorl.engine.adapter import ModelAdapter, find_stop_ids, load_model, load_tokenizer
-from nanorl.engine.control_routes import ModelCard, control_router
+from nanorl.engine.chat_routes import chat_router
+from nanorl.engine.control_routes import ModelCard, control_router, state_router
 from nanorl.engine.core import EngineLimits
-from nanorl.engine.generation_routes import Generator, generation_router, json_response
+from nanorl.engine.generation_routes import Generator, generation_router
 from nanorl.engine.intake import Intake, Refusal
+from nanorl.engine.responses import json_response
 from nanorl.engine.torch_engine import TorchEngine, pick_device
+from nanorl.engine.weight_routes import check_router, weight_router
 from nanorl.errors import EngineError
 
 _MEMORY_SHARE = 0.3
@@ -55,12 +58,19 @@ def build_service(arguments: argparse.Namespace) -> Service:
 def build_app(engine: TorchEngine, intake: Intake, card: ModelCard) -> FastAPI:
     """All routes."""
     app = FastAPI(title="nanorl embedded engine", docs_url=None, redoc_url=None)
-    app.include_router(generation_router(Generator(engine, intake)))
-    app.include_router(control_router(engine, card))
+    generator = Generator(engine, intake)
+    app.include_router(generation_router(generator))
+    app.include_router(chat_router(generator, card.served_name))
+    for router in (state_router(engine, card), control_router(engine), weight_router(engine), check_router(engine)):
+        app.include_router(router)
 
     @app.exception_handler(Refusal)
     async def refuse(_: HttpRequest, refusal: Refusal) -> Response:
         return json_response({"error": {"message": str(refusal)}}, refusal.status)
+
+    @app.exception_handler(EngineError)
+    async def fail(_: HttpRequest, error: EngineError) -> Response:
+        return json_response({"error": {"message": str(error)}}, 500)
 
     return app
 

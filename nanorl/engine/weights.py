@@ -1,6 +1,9 @@
 """The engine's weights: the update session, checks before anything is copied, loading by name."""
 
-from collections.abc import Sequence
+import base64
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from nanorl.engine.checksum import tensor_checksum
+from nanorl.engine.tensor_payload import FlattenedTensorMetadata
+from nanorl.engine.tensor_payload import _BucketUnpickler as TensorUnpickler
 from nanorl.errors import WeightSyncError
 
 
@@ -95,7 +100,7 @@ class WeightStore:
         """The checksum of every tensor under its canonical name."""
         return {name: tensor_checksum(tensor) for name, tensor in self.tensors.items()}
 
-    def head_of(self, name: str, truncate_size: int) -> list[Any] | None:
+    def first_rows(self, name: str, truncate_size: int) -> list[Any] | None:
         """The first `truncate_size` rows of a tensor as nested lists; None for an unknown name."""
         tensor = self.tensors.get(self.aliases.get(name, name))
         return None if tensor is None else tensor.detach()[:truncate_size].float().tolist()
@@ -107,6 +112,51 @@ class WeightStore:
             for name, tensor in self.tensors.items()
         }
         return {"parameters": parameters, "aliases": self.aliases}
+
+
+def split_bucket(flat: Tensor, metadata: Sequence[FlattenedTensorMetadata]) -> list[tuple[str, Tensor]]:
+    """The (name, tensor) of a flattened bucket, as views of it.
+
+    Raises:
+        WeightSyncError: metadata that doesn't fit the bucket.
+    """
+    return [(entry.name, _view(flat, entry)) for entry in metadata]
+
+
+def _view(flat: Tensor, entry: FlattenedTensorMetadata) -> Tensor:
+    num_bytes = entry.shape.numel() * entry.dtype.itemsize
+    if not 0 <= entry.start_idx <= entry.end_idx <= flat.numel() or entry.end_idx - entry.start_idx != num_bytes:
+        raise WeightSyncError(
+            f"{entry.name}: {tuple(entry.shape)} of {entry.dtype} takes {num_bytes} bytes, but the metadata gives it "
+            f"[{entry.start_idx}, {entry.end_idx}) of {flat.numel()}"
+        )
+    part = flat[entry.start_idx : entry.end_idx]
+    # Reading bytes as numbers needs alignment; a sender that packs tightly need not have it.
+    is_aligned = part.storage_offset() % entry.dtype.itemsize == 0
+    return (part if is_aligned else part.clone()).view(entry.dtype).view(entry.shape)
+
+
+def open_named_tensors(payload: str) -> list[tuple[str, Tensor]]:
+    """A payload without load_format: a pickled list of (name, tensor), as views of the sender's memory.
+
+    Raises:
+        WeightSyncError: something else, or a pickle that names anything beyond tensors.
+    """
+    try:
+        named_tensors = TensorUnpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load()
+        return [(str(name), tensor) for name, tensor in named_tensors]
+    except WeightSyncError:
+        raise
+    except Exception as error:  # a pickle can fail in any way it likes: one catch-all at this boundary
+        raise WeightSyncError(f"Expected a base64 pickle of a list of (name, tensor): {error!r}") from error
+
+
+def overall_checksum(checksums: Mapping[str, str]) -> str:
+    """SHA-256 over names and checksums in order of the names, as SGLang's."""
+    digest = hashlib.sha256()
+    for name in sorted(checksums):
+        digest.update((name + checksums[name]).encode())
+    return digest.hexdigest()
 
 
 def read_folder(path: str) -> list[tuple[str, Tensor]]:
