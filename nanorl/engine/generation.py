@@ -64,38 +64,30 @@ class GenerationClient:
         return [completion for completions in answers for completion in completions]
 
     async def generate_batch(
-        self,
-        prompt_ids: Sequence[Sequence[int]],
-        *,
-        n: int = 1,
-        sampling: SamplingParams,
-        seeds: Sequence[int] | None = None,
+        self, prompt_ids: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
     ) -> list[list[Completion]]:
-        """n completions of every prompt in one call, so that their batch is the same in every run.
+        """All prompts in one call, so that their batch is the same in every run; n completions of each, in order.
 
         Args:
             prompt_ids: [prompts][P] token ids.
-            n: completions per prompt.
-            sampling: shared by all prompts; its n and sampling_seed are replaced.
-            seeds: one per prompt; completion i of a prompt samples with seed + i.
+            sampling: one a prompt.
 
         Raises:
             EngineError: the engine doesn't answer, or answers another number of completions.
         """
-        params = [
-            msgspec.structs.replace(sampling, n=n, sampling_seed=seeds[i] if seeds else None) for i in range(len(prompt_ids))
-        ]
-        batch = GenerateRequest(input_ids=[list(ids) for ids in prompt_ids], sampling_params=params, return_logprob=True)
+        batch = GenerateRequest(
+            input_ids=[list(ids) for ids in prompt_ids], sampling_params=list(sampling), return_logprob=True
+        )
         answers = await self._post(batch)
         if isinstance(answers, _Refusal):
             # One bad prompt fails a whole batch: ask for each alone, so that it fails alone.
             singles = [
-                GenerateRequest(input_ids=list(ids), sampling_params=p, return_logprob=True)
-                for ids, p in zip(prompt_ids, params, strict=True)
+                GenerateRequest(input_ids=list(ids), sampling_params=params, return_logprob=True)
+                for ids, params in zip(prompt_ids, sampling, strict=True)
             ]
             return list(await asyncio.gather(*(self._generate_one(single) for single in singles)))
-        completions = [to_completion(answer) for answer in self._checked(answers, n * len(prompt_ids))]
-        return [completions[start : start + n] for start in range(0, len(completions), n)]
+        completions = iter(to_completion(answer) for answer in self._checked(answers, sum(params.n for params in sampling)))
+        return [[next(completions) for _ in range(params.n)] for params in sampling]
 
     async def _generate_one(self, request: GenerateRequest) -> list[Completion]:
         params = request.sampling_params

@@ -52,7 +52,9 @@ def _draw(names: Sequence[str], reports: Sequence[Sequence[StepReport]], target:
     for panel, column in zip(panels, columns, strict=False):
         for run in reports:
             points = [(report.step, report.metrics[column.metric]) for report in run if column.metric in report.metrics]
-            panel.plot([step for step, _ in points], [value for _, value in points], marker="." if len(points) < 30 else "")
+            panel.plot(
+                [step for step, _ in points], [value for _, value in points], marker="." if len(points) < 30 else ""
+            )
         panel.set_title(f"{column.title}  ({column.metric})", fontsize=8)
         panel.tick_params(labelsize=7)
         panel.grid(alpha=0.3)
@@ -63,7 +65,9 @@ def _draw(names: Sequence[str], reports: Sequence[Sequence[StepReport]], target:
     if len(names) == 1:
         figure.suptitle(names[0], fontsize=10)
     else:
-        figure.legend(figure.axes[0].get_lines(), names, loc="outside upper center", ncols=min(len(names), 4), fontsize=8)
+        figure.legend(
+            figure.axes[0].get_lines(), names, loc="outside upper center", ncols=min(len(names), 4), fontsize=8
+        )
     figure.savefig(target)
 
 

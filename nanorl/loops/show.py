@@ -17,7 +17,13 @@ from nanorl.tracking.rollouts import Decode, GroupRecord, read_rollouts, rollout
 from nanorl.tracking.run_folder import RunFolder, find_run
 from nanorl.types import Prompt, Sample
 
-SHADES = ((0.9, ""), (0.5, "black on #fff3b0"), (0.2, "black on #ffd166"), (0.05, "black on #f4845f"), (0.0, "white on #c1121f"))
+SHADES = (
+    (0.9, ""),
+    (0.5, "black on #fff3b0"),
+    (0.2, "black on #ffd166"),
+    (0.05, "black on #f4845f"),
+    (0.0, "white on #c1121f"),
+)
 """Lowest probability -> style; both colors are named, so that it reads on dark and on light terminals."""
 
 NUM_SHOWN = 3
@@ -45,7 +51,9 @@ def show(run: str, step: int | None, worst: int | None, console: Console | None 
     folder = find_run(run)
     steps = rollout_steps(folder.rollouts)
     if not steps:
-        raise CheckpointError(f"The run {folder.path} has no rollouts: it wrote none (tracking.rollouts=false), or ended before.")
+        raise CheckpointError(
+            f"The run {folder.path} has no rollouts: it wrote none (tracking.rollouts=false), or ended before."
+        )
     step = steps[-1] if step is None else step
     records = read_rollouts(folder.rollouts, step)
     console.print(_summary(folder.path, step, steps[-1], records))
@@ -60,11 +68,11 @@ def show(run: str, step: int | None, worst: int | None, console: Console | None 
 
 
 def load_decode(folder: RunFolder) -> Decode | None:
-    """The tokenizer of a run's model, read from its tokenizer.json alone: no model, no hub, a few milliseconds; None: not found."""
+    """The tokenizer of a run's model from its tokenizer.json alone: no model, no hub, milliseconds; None: not found."""
     try:
         model_path = msgspec.json.decode(folder.versions.read_bytes(), type=dict[str, str]).get("model_path", "")
         tokenizer = Tokenizer.from_file(str(Path(model_path) / "tokenizer.json"))
-    except Exception:  # the boundary: tokenizers raises bare Exception for a missing or an unknown file
+    except Exception:  # noqa: BLE001 the boundary: tokenizers raises bare Exception for a missing or an unknown file
         return None
     return lambda token_ids: tokenizer.decode(list(token_ids), skip_special_tokens=False)
 

@@ -21,7 +21,7 @@ Progress = Callable[[int, int], None]
 class Sampler(Protocol):
     """What the rollout needs of an engine (`nanorl.engine.client.GenerationClient`)."""
 
-    async def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[list[Completion]]:
+    async def generate_batch(self, prompt_ids: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[list[Completion]]:
         """One request for all prompts; answers the n completions of each, in order."""
         ...
 

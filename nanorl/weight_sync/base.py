@@ -50,6 +50,11 @@ class SyncReport:
         """How long generation stood still: pause to continue."""
         return self.pause_ms + self.begin_ms + self.send_ms + self.end_ms + self.flush_ms + self.continue_ms
 
+    def metrics(self) -> dict[str, float]:
+        """The report as `sync/...` metrics."""
+        names = ("begin_ms", "copy_ms", "serialize_ms", "send_ms", "end_ms", "total_ms", "stalled_ms", "verify_ms", "num_bytes")
+        return {f"sync/{name}": getattr(self, name) for name in names}
+
 
 class WeightSync(Protocol):
     """Moves the trainer's weights into one engine."""
