@@ -1,6 +1,7 @@
 """Shared by all tests: what this machine lacks is skipped by its marker, with the reason in the report."""
 
 import importlib.util
+import os
 import shutil
 import subprocess
 
@@ -21,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = {
         "gpu": "needs an NVIDIA GPU" if num_gpus < 1 else None,
         "multigpu": "needs two NVIDIA GPUs" if num_gpus < 2 else None,
-        "sglang": "needs the sglang package" if importlib.util.find_spec("sglang") is None else None,
+        "sglang": None if importlib.util.find_spec("sglang") or "NANORL_SGLANG_URL" in os.environ else "needs an SGLang server",
     }
     for item in items:
         for marker, reason in missing.items():

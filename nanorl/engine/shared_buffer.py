@@ -31,7 +31,7 @@ class SharedBuffer:
     def __init__(self, num_bytes: int) -> None:
         remove_stale_buffers()
         self.name = f"/nanorl-{_pid_namespace()}-{os.getpid()}-{next(_count)}"
-        self._is_linked = True
+        self._is_open = True
         descriptor = _posixshmem.shm_open(self.name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
         try:
             resource_tracker.register(self.name, "shared_memory")
@@ -46,10 +46,19 @@ class SharedBuffer:
         struct.pack_into("=i", memory, 0, _ENDLESS_REFERENCES)
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8, offset=_HEADER_BYTES)
 
+    @property
+    def is_linked(self) -> bool:
+        """Whether the name still leads here."""
+        try:
+            os.close(_posixshmem.shm_open(self.name, os.O_RDONLY, mode=0o600))
+        except FileNotFoundError:
+            return False
+        return True
+
     def close(self) -> None:
         """Takes the name away; the memory goes with its last tensor, here and in the engine."""
-        if self._is_linked:
-            self._is_linked = False
+        if self._is_open:
+            self._is_open = False
             _unlink(self.name)
             resource_tracker.unregister(self.name, "shared_memory")
 

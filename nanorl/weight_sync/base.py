@@ -95,28 +95,19 @@ class Stopwatch:
 
 
 @contextlib.contextmanager
-def weight_session(client: EngineClient, watch: Stopwatch) -> Iterator[None]:
-    """Pause (retract), begin; the block sends; end, flush, continue.
+def paused(client: EngineClient, watch: Stopwatch) -> Iterator[None]:
+    """Pause (retract); the block replaces the weights; flush, continue. After a failure generation goes on too.
 
     Retract, because running requests then go on after the update with keys and values computed anew, while abort would lose
-    them and in_place would mix two models in one cache. After a failure the session is closed and generation goes on too.
+    them and in_place would mix two models in one cache.
 
     Raises:
-        WeightSyncError: the engine refused a step.
+        EngineError: the engine doesn't answer, or refuses to flush.
     """
     try:
         with watch.lap("pause"):
             client.pause("retract")
-        with watch.lap("begin"):
-            _begin(client)
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(EngineError, WeightSyncError):
-                _end(client)
-            raise
-        with watch.lap("end"):
-            _end(client)
+        yield
         with watch.lap("flush"):
             client.flush_cache()
     except BaseException:
@@ -125,6 +116,35 @@ def weight_session(client: EngineClient, watch: Stopwatch) -> Iterator[None]:
         raise
     with watch.lap("continue"):
         client.continue_()
+
+
+@contextlib.contextmanager
+def weight_session(client: EngineClient, watch: Stopwatch) -> Iterator[None]:
+    """Begin; the block sends; end. The session is closed after a failure too. Nothing where the server knows no session.
+
+    Raises:
+        WeightSyncError: the engine refused a step.
+    """
+    with watch.lap("begin"):
+        _begin(client)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(EngineError, WeightSyncError):
+            _end(client)
+        raise
+    with watch.lap("end"):
+        _end(client)
+
+
+def check_version(client: EngineClient, version: int) -> None:
+    """Raises: WeightSyncError where the engine reports another weight version than the one just sent."""
+    held = client.model_info().version
+    if held != version:
+        raise WeightSyncError(
+            f"Expected the engine {client.url} at weight version {version} after the sync, it reports {held}. "
+            "Does another trainer update it?"
+        )
 
 
 def _begin(client: EngineClient) -> None:

@@ -81,6 +81,11 @@ class FlatBucket:
         """How many tensors a whole sync carries."""
         return sum(len(layout.views) for layout in self.layouts)
 
+    @property
+    def is_reachable(self) -> bool:
+        """Whether an engine can still open the buffer: one that died with it open may have taken its name away."""
+        return self._shared is None or self._shared.is_linked
+
     def fill(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copies (and casts) a layout's tensors into the buffer, in one fused call.
 

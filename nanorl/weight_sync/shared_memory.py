@@ -9,8 +9,7 @@ import torch
 
 from nanorl.engine.client import EngineClient
 from nanorl.engine.protocol import FLATTENED_BUCKET, WeightUpdateFromTensor
-from nanorl.errors import WeightSyncError
-from nanorl.weight_sync.base import NamedTensors, Stopwatch, SyncReport, weight_session
+from nanorl.weight_sync.base import NamedTensors, Stopwatch, SyncReport, check_version, paused, weight_session
 from nanorl.weight_sync.bucket import FlatBucket, drop_aliases
 from nanorl.weight_sync.verification import check_all, check_first_values, check_shapes, engine_dtype
 
@@ -47,11 +46,11 @@ class SharedMemorySync:
     def sync(self, named_tensors: NamedTensors, version: int) -> SyncReport:
         """Makes the engine hold these weights as `version`: pause, begin, send, end, flush, continue, check."""
         tensors = drop_aliases(named_tensors)
-        bucket = self._bucket or self._prepare(tensors)
+        bucket = self._bucket if self._bucket is not None and self._bucket.is_reachable else self._prepare(tensors)
         watch = Stopwatch()
         # The first copy happens while the engine still generates: it stalls only for the calls.
         self._fill(bucket, 0, tensors, watch)
-        with weight_session(self._client, watch):
+        with paused(self._client, watch), weight_session(self._client, watch):
             for index in range(len(bucket.layouts)):
                 if index:
                     self._fill(bucket, index, tensors, watch)
@@ -71,6 +70,7 @@ class SharedMemorySync:
             self._bucket = None
 
     def _prepare(self, tensors: Mapping[str, torch.Tensor]) -> FlatBucket:
+        self.close()
         check_shapes(self._client, tensors)
         _ = self._client.has_weight_session  # read once, outside of what is timed
         self._dtype = self._dtype or engine_dtype(self._client)
@@ -96,11 +96,6 @@ class SharedMemorySync:
             self._client.update_from_tensor(update)
 
     def _check(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        held = self._client.model_info().version
-        if held != version:
-            raise WeightSyncError(
-                f"Expected the engine {self._client.url} at weight version {version} after the sync, it reports {held}. "
-                "Does another trainer update it?"
-            )
+        check_version(self._client, version)
         if self._tells_values:
             self._tells_values = check_first_values(self._client, tensors, self._dtype, version)
