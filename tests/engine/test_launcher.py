@@ -151,3 +151,4 @@ def test_nothing_outlives_the_parent(killed: str, tmp_path: Path) -> None:
         assert probe.connect_ex(("127.0.0.1", port_of(url))) != 0
     parent.kill()
     parent.wait()
+    parent.stdout.close()
