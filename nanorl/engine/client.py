@@ -153,7 +153,7 @@ class EngineClient:
                 time.sleep(wait_s)
         raise EngineError(
             f"{self.url}/flush_cache: refused {len(FLUSH_WAITS_S) + 1} times over {sum(FLUSH_WAITS_S):.1f} s, because requests "
-            f"still run ({self._queue_lengths()}). It said: {error_message(response.content)}. "
+            f"still run ({self.queue_lengths()}). It said: {error_message(response.content)}. "
             "Pause with mode retract, or wait for the requests to end."
         )
 
@@ -237,7 +237,7 @@ class EngineClient:
         if not (verdict.success and response.ok):
             raise WeightSyncError(f"{self.url}{path}: the engine refused: {verdict.message or 'no reason given'}")
 
-    def _queue_lengths(self) -> str:
+    def queue_lengths(self) -> str:
         """Running and waiting requests in words, as far as the engine tells."""
         path = "/v1/loads" if "/v1/loads" in self.routes else "/server_info"
         state = self._http.decode(self._http.call_ok("GET", path, repeatable=True), dict[str, Any])
