@@ -1,8 +1,9 @@
 """Which model a name stands for, and the defaults that suit it."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,8 +14,18 @@ Progress = Callable[[str, int, int], None]
 
 QWEN = "Qwen/Qwen2.5-0.5B-Instruct"
 
-REFUSED_KEYS = ("ssm_cfg", "mamba_d_state", "linear_num_key_heads", "is_encoder_decoder")
-"""Config keys of what has no plain KV cache: state-space models, linear attention, encoder-decoders."""
+REFUSED_KEYS = (
+    "ssm_cfg",
+    "state_size",
+    "mamba_d_state",
+    "attention_hidden_size",
+    "linear_num_key_heads",
+    "is_encoder_decoder",
+)
+"""Config keys of what has no plain KV cache: state-space models, RWKV, linear attention, encoder-decoders."""
+
+TINY_HIDDEN_SIZE = 256
+"""Up to here a folder is taken for a copy of the tiny model, and gets its defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +45,7 @@ class ResolvedModel:
     """A model that is on this machine."""
 
     name: str
-    """As asked for: `tiny`, a hub id or a folder."""
+    """`tiny`, `tiny-random`, a hub id or a folder; never `auto`."""
     path: str
     """A folder that transformers and SGLang load."""
     preset: Preset
@@ -47,8 +58,13 @@ SMALL_ON_CPU = Preset(dtype="float32", lr=1e-5, prompts_per_step=4, group_size=6
 ON_GPU = Preset(dtype="bfloat16", lr=1e-6, prompts_per_step=16, group_size=8, max_new_tokens=256, num_minibatches=1)
 
 
-def resolve_model(name: str, *, has_gpu: bool, on_progress: Progress = lambda what, done, total: None) -> ResolvedModel:
+def resolve_model(name: str, *, has_gpu: bool, on_progress: Progress = lambda *_: None) -> ResolvedModel:
     """Finds the model, builds the tiny one where it isn't cached yet, and checks that nanorl can train it.
+
+    Args:
+        name: `auto`, `tiny`, `tiny-random` (no warm start), a folder, or a hub id.
+        has_gpu: decides what `auto` is, and the defaults of real models.
+        on_progress: hears of the tiny model's warm start.
 
     Raises:
         ModelError: no such folder, a hub that can't be reached, no tokenizer, no chat template, or an architecture that
@@ -56,51 +72,70 @@ def resolve_model(name: str, *, has_gpu: bool, on_progress: Progress = lambda wh
     """
     if name == "auto":
         return _auto(has_gpu, on_progress)
-    if name == "tiny":
-        from nanorl.models.tiny import ensure_tiny  # torch
+    if name in {"tiny", "tiny-random"}:
+        from nanorl.models.tiny import RANDOM, TINY_RECIPE, ensure_tiny  # torch
 
-        return ResolvedModel(name=name, path=str(ensure_tiny(on_progress)), preset=TINY)
-    folder = Path(name) if Path(name).exists() else _download(name)
-    _check_folder(folder)
-    return ResolvedModel(name=name, path=str(folder), preset=ON_GPU if has_gpu else SMALL_ON_CPU)
+        recipe = TINY_RECIPE if name == "tiny" else RANDOM
+        path = ensure_tiny(recipe, lambda done, total: on_progress("building the tiny model", done, total))
+        return ResolvedModel(name=name, path=str(path), preset=TINY)
+    folder = Path(name).expanduser()
+    if not folder.exists():
+        folder = _download(name)
+    config = check_folder(folder)
+    return ResolvedModel(name=name, path=str(folder), preset=_preset(config, has_gpu))
+
+
+def _preset(config: Mapping[str, Any], has_gpu: bool) -> Preset:
+    if config.get("hidden_size", 0) <= TINY_HIDDEN_SIZE:
+        return TINY
+    return ON_GPU if has_gpu else SMALL_ON_CPU
 
 
 def _auto(has_gpu: bool, on_progress: Progress) -> ResolvedModel:
     """Qwen on a GPU where it can be had, else the tiny model."""
-    if has_gpu:
-        try:
-            return resolve_model(QWEN, has_gpu=True)
-        except ModelError:
-            tiny = resolve_model("tiny", has_gpu=True, on_progress=on_progress)
-            note = f"{QWEN} is neither cached nor reachable: training the built-in tiny model instead"
-            return ResolvedModel(name=tiny.name, path=tiny.path, preset=tiny.preset, note=note)
-    return resolve_model("tiny", has_gpu=False, on_progress=on_progress)
+    if not has_gpu:
+        return resolve_model("tiny", has_gpu=False, on_progress=on_progress)
+    try:
+        return resolve_model(QWEN, has_gpu=True)
+    except ModelError:
+        tiny = resolve_model("tiny", has_gpu=True, on_progress=on_progress)
+        return replace(tiny, note=f"{QWEN} is neither cached nor reachable: taking the built-in tiny model instead")
 
 
 def _download(name: str) -> Path:
     """A hub id's snapshot, from the cache or the hub."""
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise ModelError(f"Expected a folder, a Hugging Face id (owner/name), `tiny` or `auto`, got {name!r}: no such folder.")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
+        raise ModelError(
+            f"Expected a folder, a Hugging Face id (owner/name), `tiny` or `auto`, got {name!r}: no such folder."
+        )
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
-    except Exception:  # not cached: ask the hub
-        try:
-            return Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=5))
-        except Exception as error:  # the hub's client raises a dozen kinds, from its own to httpx's
-            raise ModelError(
-                f"{name} is not in the local cache and the model hub can't be reached ({type(error).__name__}). Two ways out: "
-                "give --model a folder that holds the model, or --model tiny."
-            ) from None
+    except (OSError, ValueError):  # not cached, or not all of it: ask the hub
+        pass
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=5))
+    except Exception as error:
+        raise ModelError(
+            f"{name} is not in the local cache and can't be had from the model hub ({type(error).__name__}). "
+            "Two ways out: give --model a folder that holds the model, or --model tiny."
+        ) from error
 
 
-def _check_folder(folder: Path) -> None:
-    """Raises: ModelError where the folder is no trainable chat model."""
+def check_folder(folder: Path) -> dict[str, Any]:
+    """The folder's config.json, once it is clear that nanorl can train what lies there.
+
+    Raises:
+        ModelError: no config, weights, tokenizer or chat template, or no full-attention decoder.
+    """
     config = _read_json(folder / "config.json")
     if config is None:
         raise ModelError(f"Expected a Hugging Face model folder, {folder} has no readable config.json.")
+    _check_architecture(folder, config)
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(f"{folder} has no weights (*.safetensors).")
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ModelError(f"{folder} has no tokenizer (tokenizer.json). Copy the model's tokenizer files into it.")
     tokenizer_config = _read_json(folder / "tokenizer_config.json") or {}
@@ -109,19 +144,30 @@ def _check_folder(folder: Path) -> None:
             f"{folder} has no chat template, so prompts can't be rendered. Take an instruction-tuned model, or add a "
             "chat_template.jinja."
         )
-    _check_architecture(folder, config)
+    return config
 
 
 def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:
-    kind = config.get("model_type", "unknown")
-    layers = set(config.get("layer_types") or [])
-    if layers - {"full_attention"} or any(config.get(key) for key in REFUSED_KEYS):
+    architectures = config.get("architectures") or []
+    if not any("CausalLM" in name or "LMHead" in name for name in architectures):
         raise ModelError(
-            f"{folder} is a {kind!r} model with {', '.join(sorted(layers)) or 'no plain attention'}: nanorl trains decoders with "
-            "full attention in every layer."
+            f"{folder} holds {', '.join(architectures) or 'nothing known'}: expected a causal language model."
         )
-    if not any("CausalLM" in name or "LMHead" in name for name in config.get("architectures") or ["CausalLM"]):
-        raise ModelError(f"{folder} holds {config['architectures']}: expected a causal language model.")
+    other = set(config.get("layer_types") or []) - {"full_attention"}
+    if _has_sliding_window(config):
+        other.add("sliding_attention")
+    other |= {key for key in REFUSED_KEYS if config.get(key)}
+    if other:
+        raise ModelError(
+            f"{folder} is a {config.get('model_type', 'unknown')!r} model with {', '.join(sorted(other))}: "
+            "nanorl trains decoders with full attention in every layer."
+        )
+
+
+def _has_sliding_window(config: Mapping[str, Any]) -> bool:
+    """Whether a window cuts anything: many configs name one that is switched off, or as wide as the context."""
+    window, on = config.get("sliding_window"), config.get("use_sliding_window", True)
+    return bool(window and on and window < config.get("max_position_embeddings", 0))
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

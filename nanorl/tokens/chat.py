@@ -1,79 +1,15 @@
-"""From messages to the prompt's ids and from sampled ids to text, with the model's own tokenizer and chat template."""
+"""From messages to ids and back: a model's chat template, its stop tokens, and safe use from many threads."""
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from nanorl.errors import ModelError, TokenizationError
 from nanorl.types import Message
 
-
-class ChatFormat:
-    """A tokenizer and its chat template. Safe to use from several threads.
-
-    Rendering is the only place where text becomes ids, and it happens before anything was sampled: what the policy samples
-    is never decoded and encoded again.
-    """
-
-    def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> None:
-        """`tokenizer` is a Hugging Face tokenizer with a chat template; further stop ids are added to its own eos.
-
-        Raises:
-            ModelError: no chat template, or no token that ends a turn.
-        """
-        if not getattr(tokenizer, "chat_template", None):
-            raise ModelError(
-                "The model's tokenizer has no chat template, so prompts can't be rendered. Take an instruction-tuned model, or "
-                "add a chat_template.jinja to its folder."
-            )
-        self._tokenizer = tokenizer
-        # Fast tokenizers change their padding state inside calls: two threads at once end in "Already borrowed".
-        self._lock = threading.Lock()
-        stops = [i for i in (tokenizer.eos_token_id, *stop_token_ids) if i is not None]
-        if not stops:
-            raise ModelError("The model names no end-of-turn token (eos_token): generation would never stop by itself.")
-        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(stops))
-
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, *, add_generation_prompt: bool = True
-    ) -> list[int]:
-        """The conversation's ids, up to where the assistant goes on.
-
-        The template writes every special token itself, so the text is encoded without adding any: exactly one BOS.
-
-        Raises:
-            TokenizationError: the template can't render these messages.
-        """
-        with self._lock:
-            try:
-                text = self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tools=[dict(tool) for tool in tools] if tools else None,
-                    add_generation_prompt=add_generation_prompt,
-                    tokenize=False,
-                )
-                ids = self._tokenizer.encode(text, add_special_tokens=False)
-            except Exception as error:  # a template is a program: it may raise anything
-                raise TokenizationError(f"The chat template can't render {len(messages)} messages: {error}") from error
-        return [int(i) for i in ids]
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text for rewards and people, special tokens as they are unless told otherwise."""
-        with self._lock:
-            return self._tokenizer.decode(
-                list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-            )
-
-
-def load_chat(path: str | Path) -> ChatFormat:
-    """The chat format of a model folder, with the stop ids of its generation config.
-
-    Raises:
-        ModelError: no tokenizer that transformers can load, or no chat template.
-    """
-    return ChatFormat(load_tokenizer(path), _generation_stops(Path(path)))
+_PROBE = "nanorl-probe"
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -85,17 +21,128 @@ def load_tokenizer(path: str | Path) -> Any:
     from transformers import AutoTokenizer  # seconds to import: only when needed
 
     try:
-        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+        auto: Any = AutoTokenizer  # its signature is untyped
+        return auto.from_pretrained(str(path), trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
-            f"Expected a tokenizer in {path} (tokenizer.json, tokenizer_config.json), transformers could not load one: {error}"
+            f"Expected a tokenizer in {path} (tokenizer.json, tokenizer_config.json), but: {error}"
         ) from error
 
 
-def _generation_stops(folder: Path) -> list[int]:
-    """eos_token_id of generation_config.json: chat models list several there."""
-    try:
-        stops = json.loads((folder / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError):
-        return []
-    return stops if isinstance(stops, list) else [stops] if isinstance(stops, int) else []
+def load_chat(path: str | Path) -> "ChatFormat":
+    """The chat format of a model folder, with the stop ids that its generation config names.
+
+    Raises:
+        ModelError: no tokenizer, no chat template, or no token that ends a turn.
+    """
+    return ChatFormat(load_tokenizer(path), _configured_stop_ids(Path(path)))
+
+
+class ChatFormat:
+    """A tokenizer with its chat template, as the loop uses them. Any number of threads may share one.
+
+    The tokenizer is its own from then on: it lets one thread in at a time, since a fast tokenizer whose padding or
+    truncation changes under a running call answers "Already borrowed". Who shares a tokenizer hands over a copy.
+
+    Rendering is the only place where text becomes ids, and it happens before anything is sampled: what the policy
+    samples is never decoded and encoded again.
+    """
+
+    def __init__(self, tokenizer: Any, stop_token_ids: Iterable[int] = ()) -> None:
+        """`stop_token_ids` come on top of the tokenizer's eos and the token that ends a turn in the template.
+
+        Raises:
+            ModelError: no chat template, or no token that ends a turn.
+        """
+        if not tokenizer.chat_template:
+            raise ModelError(
+                "The model's tokenizer has no chat template, so prompts can't be rendered. Take an "
+                "instruction-tuned model, or add a chat_template.jinja to its folder."
+            )
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        stops = [*eos, *self._end_of_turn(), *stop_token_ids]
+        if not stops:
+            raise ModelError("The model names no end-of-turn token (eos_token): generation would never stop by itself.")
+        self._stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(stops))
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends a turn; the tokenizer's own eos first."""
+        return self._stop_token_ids
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """The conversation as ids; with add_generation_prompt up to where the assistant goes on.
+
+        The template writes every special token itself, BOS too, so none is added when its text is encoded.
+
+        Raises:
+            TokenizationError: the template refuses these messages.
+        """
+        with self._lock:
+            return self._encode(self._render_text(messages, tools, add_generation_prompt))
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text as it stands, no special token added."""
+        with self._lock:
+            return self._encode(text)
+
+    def decode(self, token_ids: Sequence[int], *, keep_stop: bool = False, skip_special_tokens: bool = False) -> str:
+        """Text for rewards and people, never to be encoded again.
+
+        Args:
+            token_ids: any ids.
+            keep_stop: keep a stop token at the very end; by default it is dropped, as finish_reason says the same.
+            skip_special_tokens: drop all other special tokens as well.
+        """
+        ids = list(token_ids)
+        if ids and not keep_stop and ids[-1] in self._stop_token_ids:
+            ids.pop()
+        with self._lock:
+            return self._tokenizer.decode(
+                ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+
+    def _encode(self, text: str) -> list[int]:
+        return [int(i) for i in self._tokenizer.encode(text, add_special_tokens=False)]
+
+    def _render_text(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool
+    ) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=list(tools) if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            roles = ", ".join(str(message.get("role")) for message in messages) or "none"
+            raise TokenizationError(
+                f"The chat template can't render these messages (roles: {roles}): {type(error).__name__}: {error}"
+            ) from error
+
+    def _end_of_turn(self) -> list[int]:
+        """The special token that the template writes right after an assistant's last message, if it writes one."""
+        messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _PROBE}]
+        try:
+            _, _, tail = self._render_text(messages, None, False).rpartition(_PROBE)
+        except TokenizationError:
+            return []  # a template with rules of its own; the eos of tokenizer and config must do
+        first = self._encode(tail)[:1]
+        return [i for i in first if i in self._tokenizer.all_special_ids or i in self._tokenizer.added_tokens_decoder]
+
+
+def _configured_stop_ids(folder: Path) -> list[int]:
+    """eos_token_id of generation_config.json, else of config.json: none, one, or several."""
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+        if eos is not None:
+            return [eos] if isinstance(eos, int) else list(eos)
+    return []
