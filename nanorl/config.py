@@ -140,6 +140,22 @@ class RunConfig(Section):
     """Held-out prompts answered before and after training, once each at the training temperature; 0: none."""
 
 
+class TrackingConfig(Section):
+    """Where the numbers go besides metrics.jsonl (`nanorl.tracking`); each backend is an extra of the package."""
+
+    backends: tuple[Literal["tensorboard", "wandb", "mlflow", "prometheus"], ...] = ()
+    project: str = "nanorl"
+    """W&B's project, MLflow's experiment."""
+    wandb_mode: Literal["online", "offline"] = "offline"
+    """offline: files in the run folder, to be sent with `wandb sync`."""
+    mlflow_uri: str | None = None
+    """A folder or a tracking server; None: `mlruns` in the run folder."""
+    prometheus_port: Annotated[int, Meta(ge=0, le=65535)] = 9464
+    """Of /metrics on 127.0.0.1; 0 takes a free one."""
+    rollouts: bool = True
+    """Keep every step's samples under rollouts/: about 25 bytes a token, needed for `show` and replay."""
+
+
 class Config(Section):
     """Everything that decides a run."""
 
@@ -151,6 +167,7 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     engine: EngineConfig = EngineConfig()
     sync: SyncConfig = SyncConfig()
+    tracking: TrackingConfig = TrackingConfig()
     run: RunConfig = RunConfig()
 
 

@@ -1,9 +1,15 @@
-"""The live view on a terminal: header, steps, a sparkline of the reward, and what is going on right now."""
+"""The live view on a terminal: header, one row a step, and below them what is going on right now.
 
+Rows are printed once and scroll away like any output; only the few lines below them are redrawn. So a run of any length
+keeps every row, nothing has to fit on the screen, and a crash or Ctrl-C leaves whole lines behind.
+"""
+
+import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -11,92 +17,168 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from nanorl.tracking.columns import STEP_COLUMNS, fitting
+from nanorl.tracking.columns import GAP, fitting
+from nanorl.tracking.rollouts import Excerpt
+from nanorl.tracking.view import LOG, header_line, step_line, table_text
 from nanorl.types import StepReport
 
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
 class RichView:
-    """A `View` drawn with Rich. The table keeps the newest steps that fit; all are in metrics.jsonl."""
+    """A `View` drawn with Rich; colors follow NO_COLOR, columns the terminal's width at each row."""
 
     def __init__(self, console: Console | None = None) -> None:
         """`console` is for tests and exports; by default the terminal."""
-        self.console = console or Console()
-        self._reports: list[StepReport] = []
-        self._steps = 0
+        self.console = console or Console(highlight=False)
+        self._rewards: list[float] = []
+        self._example: Excerpt | None = None
         self._progress: tuple[str, int, int] | None = None
-        self._live = Live(console=self.console, refresh_per_second=8, get_renderable=self.render, vertical_overflow="crop")
+        self._status: Mapping[str, str] = {}
+        self._since = time.monotonic()
+        self._rows_below_titles = 0
+        self._titles: tuple[str, ...] = ()
+        self._live = self._new_live()
 
     def __enter__(self) -> Self:
         """Starts drawing."""
         self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Draws a last time and leaves the table on the screen."""
-        self._progress = None
-        self._live.stop()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Draws a last time without the bar, and gives the cursor back."""
+        self._stop()
 
     def header(self, facts: Mapping[str, str]) -> None:
-        """A panel above everything."""
-        text = Text("  ").join(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in facts.items())
-        self.console.print(Panel(text, title="nanorl", title_align="left", border_style="cyan"))
+        """A panel above everything; a line breaks between facts only."""
+        LOG.info("%s", header_line(facts))
+        lines = [Text()]
+        for name, value in facts.items():
+            fact = _facts({name: value})
+            if lines[-1].cell_len and lines[-1].cell_len + 2 + fact.cell_len > self.console.width - 4:
+                lines.append(Text())
+            lines[-1] = lines[-1].append("  " if lines[-1].cell_len else "").append_text(fact)
+        text = Text("\n").join(lines)
+        text.overflow = "fold"
+        self.console.print(Panel(text, title="nanorl", title_align="left", border_style="cyan", box=box.ROUNDED))
 
     def note(self, text: str) -> None:
         """A line above the live part."""
-        self.console.print(text, style="dim", markup=False, highlight=False)
+        LOG.info("%s", text)
+        self.console.print(Text(printable(text), style="yellow" if text.startswith("warning") else "dim"))
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """The bar below the table."""
+        """The bar."""
+        if not self._progress or self._progress[0] != what:
+            self._since = time.monotonic()
         self._progress = (what, done, total)
+        self._resume()
+
+    def status(self, facts: Mapping[str, str]) -> None:
+        """A line in the bar's place."""
+        self._progress, self._status = None, facts
+        self._resume()
+
+    def sample(self, example: Excerpt | None) -> None:
+        """Two lines above the bar."""
+        self._example = example
 
     def step(self, report: StepReport, steps: int) -> None:
-        """A new row."""
-        self._reports.append(report)
-        self._steps = steps
+        """A new row, under titles that come again once a screenful."""
+        LOG.info("%s", step_line(report, steps))
         self._progress = None
+        self._rewards.append(report.metrics.get("rollout/reward/mean", 0.0))
+        first = max(len(f"{steps}/{steps}"), len("step"))
+        columns = fitting(self.console.width, first)
+        titles = ("step".rjust(first), *(column.title.rjust(column.width) for column in columns))
+        if titles != self._titles or self._rows_below_titles >= self.console.height - 8:
+            self._titles, self._rows_below_titles = titles, 0
+            self._row(titles, "bold cyan")
+        self._rows_below_titles += 1
+        self._row(
+            (f"{report.step}/{steps}".rjust(first), *(c.text(report.metrics).rjust(c.width) for c in columns)), ""
+        )
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A table that stays."""
-        table = Table(title=title, title_justify="left", title_style="bold")
+        """A table that stays, below everything so far."""
+        LOG.info("%s", table_text(title, columns, rows))
+        table = Table(box=box.ROUNDED, border_style="dim")
         for i, column in enumerate(columns):
-            table.add_column(column, justify="left" if i == 0 else "right")
+            table.add_column(Text(column), justify="left" if i == 0 else "right")
         for row in rows:
-            table.add_row(*row)
-        if self._live.is_started:  # what was live stays above the table that sums it up
-            self._progress = None
-            self._live.stop()
+            table.add_row(*map(Text, row))
+        self._stop()
+        self._rewards, self._example = [], None  # they stay above the table; what comes next starts afresh
+        self.console.print(Text(title, style="bold"))
         self.console.print(table)
 
     def render(self) -> RenderableType:
-        """What is on the screen now."""
+        """The lines that are redrawn."""
         parts: list[RenderableType] = []
-        if self._reports:
-            parts += [self._step_table(), self._sparkline()]
+        if self._rewards:
+            parts.append(self._sparkline())
+        if self._example:
+            parts += self._example_lines(self._example)
         if self._progress:
             parts.append(self._bar(*self._progress))
+        if self._status:
+            parts.append(_facts(self._status))
         return Group(*parts)
 
-    def _step_table(self) -> Table:
-        columns = fitting(STEP_COLUMNS, self.console.width)
-        table = Table(border_style="dim", header_style="bold")
-        table.add_column("step", justify="right")
-        for column in columns:
-            table.add_column(column.title, justify="right", no_wrap=True)
-        for report in self._reports[-max(4, self.console.height - 12) :]:
-            table.add_row(f"{report.step}/{self._steps}", *(column.text(report.metrics) for column in columns))
-        return table
+    def _new_live(self) -> Live:
+        return Live(console=self.console, refresh_per_second=8, get_renderable=self.render)
+
+    def _resume(self) -> None:
+        if not self._live.is_started:  # a table has ended the former live part
+            self._live = self._new_live()
+            self._live.start()
+
+    def _stop(self) -> None:
+        self._progress = None
+        self._live.stop()
+
+    def _row(self, cells: Sequence[str], style: str) -> None:
+        self.console.print(Text((" " * GAP).join(cells), style=style, no_wrap=True, overflow="crop"))
 
     def _sparkline(self) -> Text:
-        rewards = [r.metrics.get("rollout/reward/mean", 0.0) for r in self._reports][-(self.console.width - 20) :]
+        rewards = self._rewards[-max(8, self.console.width - 26) :]
         low, high = min(rewards), max(rewards)
         scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
-        return Text.assemble(
-            ("reward ", "dim"), ("".join(SPARKS[int((r - low) * scale)] for r in rewards), "green"), f" {rewards[-1]:.3f}"
-        )
+        bars = "".join(SPARKS[round((reward - low) * scale)] for reward in rewards)
+        text = Text(no_wrap=True, overflow="crop")
+        return text.append("reward  ", "dim").append(bars, "green").append(f"  {low:.3f} to {high:.3f}", "dim")
+
+    def _example_lines(self, example: Excerpt) -> list[Text]:
+        """`prompt  ...` and `0.200  ...`, each cut to the width."""
+        reward = "-" if example.reward is None else f"{example.reward:.3f}"
+        rows = (("prompt", "dim", example.prompt), (reward, "bold", example.response))
+        return [
+            Text(no_wrap=True, overflow="ellipsis").append(name.ljust(8), style).append(one_line(text))
+            for name, style, text in rows
+        ]
 
     def _bar(self, what: str, done: int, total: int) -> Table:
         grid = Table.grid(padding=(0, 1))
-        grid.add_row(what, ProgressBar(total=max(total, 1), completed=done, width=30, pulse=total == 0), f"{done}/{total}")
+        elapsed = f"{time.monotonic() - self._since:.0f} s"
+        count = f"{done}/{total}" if total else ""
+        width = min(30, max(4, self.console.width - len(what) - len(count) - len(elapsed) - 4))
+        bar = ProgressBar(total=max(total, 1), completed=done, width=width, pulse=total == 0)
+        grid.add_row(Text(what, no_wrap=True), bar, Text(count), Text(elapsed, style="dim"))
         return grid
+
+
+def _facts(facts: Mapping[str, str]) -> Text:
+    parts = [Text.assemble((f"{name} ", "dim"), (printable(value), "bold")) for name, value in facts.items()]
+    return Text("  ").join(parts)
+
+
+def printable(text: str) -> str:
+    """The text without what could move the cursor: a model may write any escape sequence."""
+    return "".join(char if char.isprintable() or char == "\n" else "·" for char in text)
+
+
+def one_line(text: str) -> str:
+    """Printable, with line breaks shown as a sign."""
+    return printable(text.strip()).replace("\n", "⏎")

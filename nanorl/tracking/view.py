@@ -1,19 +1,27 @@
 """What a person sees of a command: plain lines where the output is no terminal, a live Rich view where it is."""
 
+import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
 from nanorl.tracking.columns import STEP_COLUMNS
+from nanorl.tracking.rollouts import Excerpt
 from nanorl.types import StepReport
+
+LOG = logging.getLogger("nanorl")
+"""Whatever a view shows is logged too: a run folder's run.log listens here."""
 
 
 class View(Protocol):
     """One command's output, used as a context manager."""
 
     def __enter__(self) -> Self: ...
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
     def header(self, facts: Mapping[str, str]) -> None:
         """Which model, engine, device, dtype and run folder were taken."""
@@ -24,7 +32,15 @@ class View(Protocol):
         ...
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """How far something long is; replaces the former one."""
+        """How far something long is; replaces the former one. A total of 0: nobody knows."""
+        ...
+
+    def status(self, facts: Mapping[str, str]) -> None:
+        """How something endless stands, a server for one; replaces the former status and any progress."""
+        ...
+
+    def sample(self, example: Excerpt | None) -> None:
+        """What the policy wrote last."""
         ...
 
     def step(self, report: StepReport, steps: int) -> None:
@@ -37,10 +53,10 @@ class View(Protocol):
 
 
 class PlainView:
-    """One line a fact and a step, for logs and pipes; progress only when it begins and in quarters."""
+    """One line a fact and a step, for logs and pipes; of progress the start and the quarters, where it takes long."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        """`quiet` leaves only tables and warnings' text: no header, no progress, no steps."""
+        """`quiet` leaves only tables, and notes that begin with `warning`."""
         self.quiet = quiet
         self._last: tuple[str, int] | None = None
 
@@ -48,45 +64,77 @@ class PlainView:
         """Nothing to open."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Nothing to close."""
 
     def header(self, facts: Mapping[str, str]) -> None:
         """`nanorl  model=tiny  engine=...`."""
-        self._line("nanorl  " + "  ".join(f"{name}={value}" for name, value in facts.items()))
+        self._line(header_line(facts))
 
     def note(self, text: str) -> None:
         """The line itself."""
-        self._line(text)
+        self._line(text, shown=not self.quiet or text.startswith("warning"))
 
     def progress(self, what: str, done: int, total: int) -> None:
         """A line at the start, then one a quarter, for what takes more than a few units."""
         quarter = 4 * done // total if total else 0
         if total >= 100 and self._last != (what, quarter) and done < total:
             self._last = (what, quarter)
-            self._line(f"{what} {done}/{total}")
+            if not self.quiet:
+                _print(f"{what} {done}/{total}")
+
+    def status(self, facts: Mapping[str, str]) -> None:
+        """Nothing: a log has no use for the same line every second."""
+
+    def sample(self, example: Excerpt | None) -> None:
+        """Nothing: one line a step; the run folder has every sample."""
 
     def step(self, report: StepReport, steps: int) -> None:
         """`step 3/6  reward 0.812  ...`."""
-        values = "  ".join(f"{column.title} {column.text(report.metrics)}" for column in STEP_COLUMNS)
-        self._line(f"step {report.step}/{steps}  {values}")
+        self._line(step_line(report, steps))
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Aligned columns without borders."""
-        cells = [list(columns), *[list(row) for row in rows]]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-        text = "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells)
-        print(f"{title}\n{text}", flush=True)
+        self._line(table_text(title, columns, rows), shown=True)
 
-    def _line(self, text: str) -> None:
-        if not self.quiet:
-            print(text, flush=True)
+    def _line(self, text: str, *, shown: bool | None = None) -> None:
+        LOG.info("%s", text)
+        if not self.quiet if shown is None else shown:
+            _print(text)
 
 
 def make_view(*, quiet: bool = False) -> View:
-    """A live view on a terminal, plain lines elsewhere or with `quiet`."""
-    if quiet or not sys.stdout.isatty():
+    """A live view on a terminal that can draw one, plain lines elsewhere or with `quiet`."""
+    if reconfigure := getattr(sys.stdout, "reconfigure", None):
+        reconfigure(errors="replace")  # a terminal without Unicode shows `?`; it must not end a run
+    is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    if quiet or not sys.stdout.isatty() or not is_utf8 or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
         return PlainView(quiet=quiet)
     from nanorl.tracking.live import RichView  # only a terminal pays for it
 
     return RichView()
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)  # noqa: T201 the one place that prints
+
+
+def header_line(facts: Mapping[str, str]) -> str:
+    """The header on one line."""
+    return "nanorl  " + "  ".join(f"{name}={value}" for name, value in facts.items())
+
+
+def step_line(report: StepReport, steps: int) -> str:
+    """A step on one line, every column of it."""
+    values = "  ".join(f"{column.title} {column.text(report.metrics)}" for column in STEP_COLUMNS)
+    return f"step {report.step}/{steps}  {values}"
+
+
+def table_text(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as aligned text: the first column to the left, numbers to the right."""
+    cells = [list(columns), *[list(row) for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells]
+    return "\n".join([title, *lines])

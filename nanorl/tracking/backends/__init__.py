@@ -1,0 +1,1 @@
+"""One file a metrics backend, imported only when `tracking.backends` names it."""

@@ -1,0 +1,62 @@
+"""MLflow: into files in the run folder, or to a tracking server."""
+
+# pyright: standard, reportMissingImports=false
+# The package is an extra.
+
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nanorl.types import StepReport
+
+# MLflow 3 refuses plain files unless told that they are meant. They need no database and lie in the run folder.
+os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
+from mlflow.entities import Metric, Param
+from mlflow.tracking import MlflowClient
+
+PARAMS_A_REQUEST = 100
+"""MLflow's limit."""
+
+
+class MlflowTracker:
+    """One MLflow run, named like the run folder, with the configuration as its parameters."""
+
+    name = "mlflow"
+
+    def __init__(self, uri: str, experiment: str, run_name: str, settings: Mapping[str, Any]) -> None:
+        """`uri` is a folder or a server's address."""
+        self._client = MlflowClient(tracking_uri=uri)
+        found = self._client.get_experiment_by_name(experiment)
+        experiment_id = found.experiment_id if found else self._client.create_experiment(experiment)
+        self._run_id = self._client.create_run(experiment_id, run_name=run_name).info.run_id
+        params = [Param(key, value) for key, value in _flat(settings)]
+        for start in range(0, len(params), PARAMS_A_REQUEST):
+            self._client.log_batch(self._run_id, params=params[start : start + PARAMS_A_REQUEST])
+
+    def log(self, report: StepReport) -> None:
+        """One batch of metrics a step."""
+        now = int(time.time() * 1000)
+        metrics = [Metric(_allowed(name), value, now, report.step) for name, value in report.metrics.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def close(self) -> None:
+        """Marks the run as finished."""
+        self._client.set_terminated(self._run_id)
+
+
+def _allowed(name: str) -> str:
+    """The name in the letters that MLflow takes."""
+    return re.sub(r"[^\w\-./ :]", "_", name)
+
+
+def _flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """`section.key`, value pairs."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{path}{key}.")  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            yield f"{path}{key}", str(value)

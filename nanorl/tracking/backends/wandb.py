@@ -1,0 +1,48 @@
+"""Weights & Biases, offline unless asked: `wandb sync RUN/wandb/offline-run-*` sends an offline run later."""
+
+# pyright: standard, reportMissingImports=false
+# The package is an extra.
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # an offline run sends nothing anywhere
+
+import wandb
+
+from nanorl.errors import TrackerError
+from nanorl.types import StepReport
+
+
+class WandbTracker:
+    """One W&B run, named like the run folder. It gets numbers and the configuration: no code, no console output."""
+
+    name = "wandb"
+
+    def __init__(
+        self, folder: Path, project: str, mode: Literal["online", "offline"], settings: Mapping[str, Any]
+    ) -> None:
+        """Raises: TrackerError for the online mode without an API key, which wandb would ask for at the terminal."""
+        if mode == "online" and not wandb.api.api_key:
+            raise TrackerError("wandb_mode=online needs an API key: run `wandb login` once, or set WANDB_API_KEY")
+        self._run = wandb.init(
+            project=project,
+            name=folder.name,
+            dir=str(folder),
+            config=dict(settings),
+            mode=mode,
+            reinit="create_new",
+            settings=wandb.Settings(
+                silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True
+            ),
+        )
+
+    def log(self, report: StepReport) -> None:
+        """One history row."""
+        self._run.log({**report.metrics, "weight_version": report.weight_version}, step=report.step)
+
+    def close(self) -> None:
+        """Finishes the run; online this waits for the upload."""
+        self._run.finish()
