@@ -40,7 +40,9 @@ class ModelAdapter:
         self._name = type(model).__name__
         body, head = model.base_model, model.get_output_embeddings()
         if body is model or not isinstance(head, nn.Module):
-            raise ModelError(f"{self._name} has no separate body and head: expected a decoder with a language-model head")
+            raise ModelError(
+                f"{self._name} has no separate body and head: expected a decoder with a language-model head"
+            )
         self._body, self._head = body, head
         # transformers 5.24 renamed the argument, and models outside its tree may keep the old name.
         self._cache_argument = "cache" if "cache" in inspect.signature(body.forward).parameters else "past_key_values"
@@ -106,7 +108,9 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype) -> ModelAdap
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"Expected a causal language model in {path}, transformers could not load it: {error}") from error
+        raise ModelError(
+            f"Expected a causal language model in {path}, transformers could not load it: {error}"
+        ) from error
     return ModelAdapter(model.to(device))
 
 

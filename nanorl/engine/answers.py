@@ -11,7 +11,9 @@ def answers_of(sequences: Items[EngineSequence], tokenizer: Any, *, with_logprob
     """One answer a finished sequence."""
     texts = decode_texts(sequences, tokenizer)
     return [
-        GenerateAnswer(text=text, output_ids=s.output_ids, meta_info=_meta(s, len(s.output_ids), with_logprobs, s.finish))
+        GenerateAnswer(
+            text=text, output_ids=s.output_ids, meta_info=_meta(s, len(s.output_ids), with_logprobs, s.finish)
+        )
         for s, text in zip(sequences, texts, strict=True)
     ]
 
@@ -33,7 +35,9 @@ def decode_texts(sequences: Items[EngineSequence], tokenizer: Any) -> list[str]:
     texts: dict[int, str] = {}
     for skips in (True, False):
         chosen = [s for s in sequences if s.params.skip_special_tokens is skips]
-        decoded = tokenizer.batch_decode([_text_ids(s.output_ids, s, s.finish) for s in chosen], skip_special_tokens=skips)
+        decoded = tokenizer.batch_decode(
+            [_text_ids(s.output_ids, s, s.finish) for s in chosen], skip_special_tokens=skips
+        )
         texts |= {id(s): _trim(text, s, s.finish) for s, text in zip(chosen, decoded, strict=True)}
     return [texts[id(s)] for s in sequences]
 
@@ -61,7 +65,9 @@ def _meta(sequence: EngineSequence, count: int, with_logprobs: bool, finish: Fin
     spans = spans or [ReportedSpan(sequence.weight_version, 0, 0)]
     outputs: list[TokenLogprob] = []
     if with_logprobs:
-        outputs = [(lp, i, None) for lp, i in zip(sequence.output_logprobs[:count], sequence.output_ids[:count], strict=True)]
+        outputs = [
+            (lp, i, None) for lp, i in zip(sequence.output_logprobs[:count], sequence.output_ids[:count], strict=True)
+        ]
     first = len(sequence.prompt_ids) - len(sequence.input_logprobs)
     return MetaInfo(
         id=sequence.rid,
@@ -72,6 +78,8 @@ def _meta(sequence: EngineSequence, count: int, with_logprobs: bool, finish: Fin
         weight_version=sequence.weight_version if finish else spans[-1].version,
         weight_versions=spans,
         num_retractions=sequence.num_retractions,
-        input_token_logprobs=[(lp, i, None) for lp, i in zip(sequence.input_logprobs, sequence.prompt_ids[first:], strict=True)],
+        input_token_logprobs=[
+            (lp, i, None) for lp, i in zip(sequence.input_logprobs, sequence.prompt_ids[first:], strict=True)
+        ],
         output_token_logprobs=outputs,
     )

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request as HttpRequest, Response
+from fastapi import APIRouter, Response
+from fastapi import Request as HttpRequest
 from fastapi.responses import StreamingResponse
 
 from nanorl.engine.answers import decode_texts, partial_answer
@@ -84,7 +85,11 @@ def _completion(sequences: list[EngineSequence], chat: ChatRequest, tokenizer: A
             }
             for i, (s, text) in enumerate(zip(sequences, texts, strict=True))
         ],
-        "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled},
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_sampled,
+            "total_tokens": num_prompt + num_sampled,
+        },
         "metadata": {"weight_version": sequences[0].weight_version},
     }
 
@@ -103,7 +108,12 @@ def _token_logprobs(sequence: EngineSequence, tokenizer: Any) -> list[dict[str, 
 
 async def _chunks(generator: Generator, body: GenerateRequest, http: HttpRequest, model: str) -> AsyncIterator[bytes]:
     """Deltas of the text. A character whose bytes come in several tokens is held back until it is whole."""
-    head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion.chunk", "created": int(time.time()), "model": model}
+    head = {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion.chunk",
+        "created": int(time.time()),
+        "model": model,
+    }
     sent: dict[int, int] = {}
     places: dict[int, int] = {}
     try:
@@ -116,7 +126,9 @@ async def _chunks(generator: Generator, body: GenerateRequest, http: HttpRequest
             whole = text if event.finish else text.rstrip("\ufffd")
             delta = {"role": "assistant", "content": whole[sent.get(index, 0) :]}
             sent[index] = max(sent.get(index, 0), len(whole))
-            yield sse(head | {"choices": [{"index": index, "delta": delta, "logprobs": None, **_finish_fields(event.finish)}]})
+            yield sse(
+                head | {"choices": [{"index": index, "delta": delta, "logprobs": None, **_finish_fields(event.finish)}]}
+            )
     except Refusal as refusal:
         yield sse({"error": {"message": str(refusal)}})
     yield sse(b"[DONE]")

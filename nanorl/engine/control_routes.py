@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import APIRouter, Request as HttpRequest, Response
+from fastapi import APIRouter, Response
+from fastapi import Request as HttpRequest
 
 from nanorl import __version__
 from nanorl.engine.intake import Refusal, decode
@@ -15,12 +16,7 @@ from nanorl.engine.responses import json_response
 from nanorl.engine.torch_engine import TorchEngine
 
 HEALTH_TIMEOUT_S = 20.0
-_UNSUPPORTED = (
-    "/v1/completions /v1/responses /v1/score /encode /classify /open_session /close_session /release_memory_occupation "
-    "/resume_memory_occupation /init_weights_update_group /destroy_weights_update_group /update_weights_from_distributed "
-    "/update_weights_from_ipc /load_lora_adapter /unload_lora_adapter /start_profile /stop_profile /slow_down "
-    "/set_internal_state /separate_reasoning /parse_function_call"
-).split()
+_UNSUPPORTED = ["/v1/completions", "/v1/responses", "/v1/score", "/encode", "/classify", "/open_session", "/close_session", "/release_memory_occupation", "/resume_memory_occupation", "/init_weights_update_group", "/destroy_weights_update_group", "/update_weights_from_distributed", "/update_weights_from_ipc", "/load_lora_adapter", "/unload_lora_adapter", "/start_profile", "/stop_profile", "/slow_down", "/set_internal_state", "/separate_reasoning", "/parse_function_call"]
 _REASONS = {
     "/release_memory_occupation": "it keeps weights and KV cache where they are; stop the process to free them",
     "/resume_memory_occupation": "it never releases memory",

@@ -41,7 +41,8 @@ class EngineLimits:
 
 class EngineCore:
     """Sequences wait in order of arrival, run as rows of one batch, and finish; each gets the KV memory for its worst case
-    when it is admitted, so that a running row is never thrown out for lack of memory."""
+    when it is admitted, so that a running row is never thrown out for lack of memory.
+    """
 
     def __init__(self, adapter: ModelAdapter, tokenizer: Any, limits: EngineLimits) -> None:
         self.adapter = adapter
@@ -72,6 +73,7 @@ class EngineCore:
 
     def abort(self, rid: str | None) -> None:
         """Ends the sequences whose id starts with `rid` (None: all) with what they have."""
+
         def is_meant(sequence: EngineSequence) -> bool:
             return rid is None or sequence.rid.startswith(rid)
 
@@ -201,7 +203,9 @@ class EngineCore:
         """[B, 1, 1, span] to add to attention scores: each row sees its own positions, the new token included."""
         dtype = self.adapter.dtype
         outside = torch.arange(span, device=lengths.device) > lengths[:, None]
-        mask = torch.zeros(outside.shape, dtype=dtype, device=lengths.device).masked_fill_(outside, torch.finfo(dtype).min)
+        mask = torch.zeros(outside.shape, dtype=dtype, device=lengths.device).masked_fill_(
+            outside, torch.finfo(dtype).min
+        )
         return mask[:, None, None]
 
     def _sample(self, start: int, logits: Tensor) -> None:
@@ -210,6 +214,9 @@ class EngineCore:
         done = self.batch.record(start, tokens, logprobs)
         self.batch.collect(done, self.version)
         finishes = {row: _finish_of(self.batch.sequences[row]) for row in done}
+        for row, finish in finishes.items():
+            if finish.type == "abort":
+                self._cache.wipe_row(row)
         if self.batch.any_watched:
             finishes |= self._match_stop_strings(start)  # before stop ids, as SGLang
             self._report(start, finishes)

@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request as HttpRequest, Response
+from fastapi import APIRouter, Response
+from fastapi import Request as HttpRequest
 from fastapi.responses import StreamingResponse
 
 from nanorl.engine.answers import answers_of, partial_answer

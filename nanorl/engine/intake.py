@@ -47,7 +47,9 @@ def decode(body: bytes, kind: type[T]) -> T:
     except msgspec.DecodeError as error:
         unknown = re.search(r"unknown field `(\w+)`", str(error))
         if unknown and unknown[1] in _SGLANG_ONLY:
-            raise Refusal(f"The embedded engine has no {unknown[1]!r}; SGLang has. Leave it out or use SGLang.", 501) from None
+            raise Refusal(
+                f"The embedded engine has no {unknown[1]!r}; SGLang has. Leave it out or use SGLang.", 501
+            ) from None
         raise Refusal(str(error)) from None
 
 
@@ -71,10 +73,14 @@ class Intake:
             Refusal: the request makes no sense or can never fit.
         """
         prompts, is_batch = self._prompts(body)
-        params = body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params] * len(prompts)
+        params = (
+            body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params] * len(prompts)
+        )
         rids = body.rid if isinstance(body.rid, list) else [body.rid] * len(prompts)
         if len(params) != len(prompts) or len(rids) != len(prompts):
-            raise Refusal(f"{len(prompts)} prompts need as many sampling_params and rids, got {len(params)} and {len(rids)}")
+            raise Refusal(
+                f"{len(prompts)} prompts need as many sampling_params and rids, got {len(params)} and {len(rids)}"
+            )
         if body.top_logprobs_num > 0 or body.return_routed_experts:
             raise Refusal("The embedded engine reports no top logprobs and no routed experts; SGLang does.", 501)
         for prompt_ids, settings, rid in zip(prompts, params, rids, strict=True):
@@ -108,19 +114,23 @@ class Intake:
     def _check_room(self, num_prompt: int, num_new: int) -> None:
         context, total = self.limits.context_length, num_prompt + num_new
         if num_prompt >= context:
-            raise Refusal(f"The input ({num_prompt} tokens) is longer than the model's context length ({context} tokens).")
+            raise Refusal(
+                f"The input ({num_prompt} tokens) is longer than the model's context length ({context} tokens)."
+            )
         if total > context:
             raise Refusal(
                 f"Requested token count exceeds the model's maximum context length of {context} tokens. You requested a total "
                 f"of {total} tokens: {num_prompt} tokens from the input messages and {num_new} tokens for the completion."
             )
         if total > self.limits.max_total_tokens:
-            raise Refusal(f"{total} tokens can never fit the KV cache of {self.limits.max_total_tokens} (--max-total-tokens).")
+            raise Refusal(
+                f"{total} tokens can never fit the KV cache of {self.limits.max_total_tokens} (--max-total-tokens)."
+            )
 
     def _samples(
         self, prompt_ids: list[int], params: SamplingParams, rid: str | None, body: GenerateRequest, request: Request
     ) -> list[EngineSequence]:
-        """n sequences that share the prompt; sample i has seed + i."""
+        """N sequences that share the prompt; sample i has seed + i."""
         seed = self.draw_seed() if params.sampling_seed is None else params.sampling_seed
         rid = rid or uuid.uuid4().hex
         stops = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
@@ -144,13 +154,21 @@ class Intake:
 
 def _check_params(params: SamplingParams) -> None:
     rules = (
-        (math.isfinite(params.temperature) and params.temperature >= 0.0, "temperature", "a non-negative finite number"),
+        (
+            math.isfinite(params.temperature) and params.temperature >= 0.0,
+            "temperature",
+            "a non-negative finite number",
+        ),
         (0.0 < params.top_p <= 1.0, "top_p", "in (0, 1]"),
         (params.top_k == -1 or params.top_k >= 1, "top_k", "-1 (off) or at least 1"),
         (0.0 <= params.min_p <= 1.0, "min_p", "in [0, 1]"),
         (params.max_new_tokens >= 0, "max_new_tokens", "at least 0"),
         (params.n >= 1, "n", "at least 1"),
-        (params.sampling_seed is None or -(1 << 63) <= params.sampling_seed < 1 << 63, "sampling_seed", "a 64-bit integer"),
+        (
+            params.sampling_seed is None or -(1 << 63) <= params.sampling_seed < 1 << 63,
+            "sampling_seed",
+            "a 64-bit integer",
+        ),
     )
     for holds, name, rule in rules:
         if not holds:

@@ -7,6 +7,7 @@ contiguous write and a row moves as one block. The block is reserved once; memor
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -27,8 +28,8 @@ class SlotCache(Cache):
         self.max_tokens = max_tokens
         self.row_length = 0
         self._shapes = shapes
-        self._key_blocks = [torch.empty(max_tokens * s.key_width, dtype=dtype, device=device) for s in shapes]
-        self._value_blocks = [torch.empty(max_tokens * s.value_width, dtype=dtype, device=device) for s in shapes]
+        self._key_blocks = [_zeros(max_tokens * s.key_width, dtype, device) for s in shapes]
+        self._value_blocks = [_zeros(max_tokens * s.value_width, dtype, device) for s in shapes]
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._decodes = False
@@ -65,6 +66,11 @@ class SlotCache(Cache):
         for view in (*self._keys, *self._values):
             view[target, :used] = view[source, :used]
 
+    def wipe_row(self, row: int) -> None:
+        """Zeroes a row that ended with NaN or infinity, which would reach its successor through the masked positions."""
+        for view in (*self._keys, *self._values):
+            view[row] = 0
+
     # Passes
 
     def begin_prefill(self, source: Tensor, target: Tensor) -> None:
@@ -87,7 +93,9 @@ class SlotCache(Cache):
                 self._store(keys, key_states)
                 self._store(values, value_states)
             return key_states, value_states
-        keys.view(-1, shape.key_width).index_copy_(0, self._slots, key_states.transpose(1, 2).reshape(-1, shape.key_width))
+        keys.view(-1, shape.key_width).index_copy_(
+            0, self._slots, key_states.transpose(1, 2).reshape(-1, shape.key_width)
+        )
         values.view(-1, shape.value_width).index_copy_(
             0, self._slots, value_states.transpose(1, 2).reshape(-1, shape.value_width)
         )
@@ -128,3 +136,12 @@ class SlotCache(Cache):
     def is_initialized(self) -> bool:
         """The memory exists from the start."""
         return True
+
+
+def _zeros(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, since attention multiplies also what it masks out (by 0, which NaN survives). On a CPU numpy's come from calloc:
+    pages that nothing writes to take no memory.
+    """
+    if device.type != "cpu":
+        return torch.zeros(num, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(num * dtype.itemsize, dtype=np.uint8)).view(dtype)

@@ -1,6 +1,7 @@
 """What the engine works on: sequences (one sampled continuation each) and the HTTP request that waits for them."""
 
-from collections.abc import Callable, Sequence as Items
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from nanorl.engine.protocol import FinishInfo, ReportedSpan, SamplingParams

@@ -82,7 +82,10 @@ def _serve(service: Any, listener: socket.socket) -> int:
         server.should_exit = True
 
     service.engine.on_crash = stop_serving
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn takes over while it runs, and raises the signal again at the end
+    for number in (
+        signal.SIGTERM,
+        signal.SIGINT,
+    ):  # uvicorn takes over while it runs, and raises the signal again at the end
         signal.signal(number, lambda _number, _frame: None)
     service.engine.start()
     server.run(sockets=[listener])

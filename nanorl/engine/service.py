@@ -4,7 +4,8 @@ import argparse
 import os
 
 import torch
-from fastapi import FastAPI, Request as HttpRequest, Response
+from fastapi import FastAPI, Response
+from fastapi import Request as HttpRequest
 
 from nanorl.engine.adapter import ModelAdapter, find_stop_ids, load_model, load_tokenizer
 from nanorl.engine.chat_routes import chat_router
@@ -82,7 +83,9 @@ def _limits(arguments: argparse.Namespace, adapter: ModelAdapter) -> EngineLimit
     fitting = int(_free_bytes(adapter.device) * _MEMORY_SHARE) // bytes_per_token
     max_tokens = arguments.max_total_tokens or min(max_rows * context, fitting)
     if min(context, max_rows, max_tokens // 16) < 1:
-        raise EngineError(f"No room for a single request: context {context}, {max_rows} rows, {max_tokens} KV positions")
+        raise EngineError(
+            f"No room for a single request: context {context}, {max_rows} rows, {max_tokens} KV positions"
+        )
     return EngineLimits(context_length=context, max_total_tokens=max_tokens, max_running_requests=max_rows)
 
 

@@ -70,15 +70,34 @@ def deserialize_bucket(payload: str) -> tuple[torch.Tensor, list[FlattenedTensor
     Raises:
         WeightSyncError: the payload is no bucket, or names anything beyond tensors and metadata.
     """
+    bucket = _load(payload)
+    if not isinstance(bucket, dict) or not isinstance(bucket.get("flattened_tensor"), torch.Tensor):
+        raise WeightSyncError(f"Expected a bucket of flattened_tensor and metadata, got {type(bucket).__name__}")
+    metadata = bucket.get("metadata")
+    if not isinstance(metadata, list) or not all(isinstance(entry, FlattenedTensorMetadata) for entry in metadata):
+        raise WeightSyncError("Expected the bucket's metadata to be a list of FlattenedTensorMetadata")
+    return bucket["flattened_tensor"], metadata
+
+
+def deserialize_named_tensors(payload: str) -> list[tuple[str, torch.Tensor]]:
+    """Opens a payload that was sent without load_format: a list of (name, tensor), views of the sender's memory.
+
+    Raises:
+        WeightSyncError: the payload is no such list, or names anything beyond tensors.
+    """
+    pairs = _load(payload)
+    if not isinstance(pairs, list) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise WeightSyncError(f"Expected a list of (name, tensor), got {type(pairs).__name__}: was load_format forgotten?")
+    return [(str(name), tensor) for name, tensor in pairs]
+
+
+def _load(payload: str) -> Any:
     try:
-        bucket = _BucketUnpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load()
-        return bucket["flattened_tensor"], bucket["metadata"]
+        return _BucketUnpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load()
     except WeightSyncError:
         raise
     except Exception as error:  # a pickle can fail in any way it likes: one catch-all at this boundary
-        raise WeightSyncError(
-            f"Expected a base64 pickle of flattened_tensor and metadata, got one that can't be opened: {error!r}"
-        ) from error
+        raise WeightSyncError(f"Expected a base64 pickle of handles to tensors, got one that can't be opened: {error!r}") from error
 
 
 class _BucketPickler(ForkingPickler):

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from fastapi import APIRouter, Request as HttpRequest, Response
+from fastapi import APIRouter, Response
+from fastapi import Request as HttpRequest
 
 from nanorl.engine.intake import Refusal, decode
 from nanorl.engine.protocol import (
@@ -17,9 +18,9 @@ from nanorl.engine.protocol import (
     WeightVersionBody,
 )
 from nanorl.engine.responses import json_response
-from nanorl.engine.tensor_payload import deserialize_bucket
+from nanorl.engine.tensor_payload import deserialize_bucket, deserialize_named_tensors
 from nanorl.engine.torch_engine import TorchEngine
-from nanorl.engine.weights import open_named_tensors, overall_checksum, read_folder, split_bucket
+from nanorl.engine.weights import overall_checksum, read_folder, split_bucket
 from nanorl.errors import EngineError, WeightSyncError
 
 
@@ -97,14 +98,18 @@ async def _verdict(engine: TorchEngine, command: Callable[[], str]) -> Response:
 def _update_from_tensor(engine: TorchEngine, body: WeightUpdateFromTensor) -> str:
     engine.weights.require_session("update_weights_from_tensor")
     if len(body.serialized_named_tensors) != 1:
-        raise WeightSyncError(f"Expected one payload, for the one rank there is, got {len(body.serialized_named_tensors)}")
+        raise WeightSyncError(
+            f"Expected one payload, for the one rank there is, got {len(body.serialized_named_tensors)}"
+        )
     payload = body.serialized_named_tensors[0]
     if body.load_format == FLATTENED_BUCKET:
         named_tensors = split_bucket(*deserialize_bucket(payload))
     elif body.load_format is None:
-        named_tensors = open_named_tensors(payload)
+        named_tensors = deserialize_named_tensors(payload)
     else:
-        raise WeightSyncError(f"The embedded engine has no load_format {body.load_format!r}, only {FLATTENED_BUCKET} and none")
+        raise WeightSyncError(
+            f"The embedded engine has no load_format {body.load_format!r}, only {FLATTENED_BUCKET} and none"
+        )
     return _replace(engine, named_tensors, body)
 
 

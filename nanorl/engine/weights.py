@@ -1,8 +1,6 @@
 """The engine's weights: the update session, checks before anything is copied, loading by name."""
 
-import base64
 import hashlib
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ from torch import Tensor, nn
 
 from nanorl.engine.checksum import tensor_checksum
 from nanorl.engine.tensor_payload import FlattenedTensorMetadata
-from nanorl.engine.tensor_payload import _BucketUnpickler as TensorUnpickler
 from nanorl.errors import WeightSyncError
 
 
@@ -67,7 +64,9 @@ class WeightStore:
         given = dict(named_tensors)
         unknown = [name for name in given if name not in self.tensors and name not in self.aliases]
         if given and len(unknown) == len(given):
-            raise WeightSyncError(f"None of the {len(given)} names is a parameter of this model, such as {unknown[0]!r}")
+            raise WeightSyncError(
+                f"None of the {len(given)} names is a parameter of this model, such as {unknown[0]!r}"
+            )
         faults: list[str] = []
         pairs: list[tuple[Tensor, Tensor]] = []
         for name, value in given.items():
@@ -90,7 +89,7 @@ class WeightStore:
         if not pairs:
             return
         targets, sources = zip(*pairs, strict=True)
-        torch._foreach_copy_(list(targets), list(sources))  # noqa: SLF001 the one fast path there is
+        torch._foreach_copy_(list(targets), list(sources))
         if targets[0].is_cuda:
             torch.cuda.synchronize(targets[0].device)
 
@@ -134,21 +133,6 @@ def _view(flat: Tensor, entry: FlattenedTensorMetadata) -> Tensor:
     # Reading bytes as numbers needs alignment; a sender that packs tightly need not have it.
     is_aligned = part.storage_offset() % entry.dtype.itemsize == 0
     return (part if is_aligned else part.clone()).view(entry.dtype).view(entry.shape)
-
-
-def open_named_tensors(payload: str) -> list[tuple[str, Tensor]]:
-    """A payload without load_format: a pickled list of (name, tensor), as views of the sender's memory.
-
-    Raises:
-        WeightSyncError: something else, or a pickle that names anything beyond tensors.
-    """
-    try:
-        named_tensors = TensorUnpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load()
-        return [(str(name), tensor) for name, tensor in named_tensors]
-    except WeightSyncError:
-        raise
-    except Exception as error:  # a pickle can fail in any way it likes: one catch-all at this boundary
-        raise WeightSyncError(f"Expected a base64 pickle of a list of (name, tensor): {error!r}") from error
 
 
 def overall_checksum(checksums: Mapping[str, str]) -> str:
