@@ -132,7 +132,8 @@ def _split(
             part, used = {}, 0
         part[name] = tensor
         used += size
-    yield part
+    if part:
+        yield part
 
 
 def _place(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> Sequence[FlattenedTensorMetadata]:
