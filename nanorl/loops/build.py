@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from nanorl.config import Config, to_json
@@ -20,9 +21,10 @@ from nanorl.models.presets import ResolvedModel
 from nanorl.rewards.hub import build_grader
 from nanorl.rollout.runner import EventLoopThread
 from nanorl.rollout.single_turn import SingleTurn
-from nanorl.tokens.chat import ChatFormat, load_tokenizer
+from nanorl.tokens.chat import ChatFormat, load_chat
+from nanorl.tracking.rollouts import RolloutWriter, excerpt
 from nanorl.tracking.run_folder import RunFolder, create_run_folder
-from nanorl.tracking.trackers import JsonlTracker, Trackers
+from nanorl.tracking.trackers import Trackers, open_trackers, require_backends
 from nanorl.tracking.view import View
 from nanorl.train.model import load_policy
 from nanorl.train.trainer import Trainer
@@ -40,6 +42,9 @@ class Run:
     folder: RunFolder
     view: View
     trackers: Trackers
+    rollouts: RolloutWriter | None
+    """None where the configuration keeps no rollouts."""
+    chat: ChatFormat
     prompts: PromptStream
     heldout: Sequence[Prompt]
     rollout: SingleTurn
@@ -59,20 +64,24 @@ class Run:
             group_size or self.group_size,
             lambda done, total: self.view.progress(what, done, total),
         )
-        return self.event_loop.run(work, self.config.engine.request_timeout_s, self.engine.check_alive)
+        return self.event_loop.run(work, self.config.engine.request_timeout_s, self.engine.check)
 
     def sync_weights(self) -> SyncReport:
         """Makes the engine hold the trainer's weights, under the next version."""
         self.view.progress("syncing", 0, 0)
+        self.engine.check()
         report = self.sync.sync(self.trainer.named_tensors(), self.version + 1)
         self.version = report.version
         if self.config.sync.full_check:
             self.sync.verify(self.trainer.named_tensors())
         return report
 
-    def log(self, report: StepReport) -> None:
-        """The step, to the view and to every tracker."""
+    def log(self, report: StepReport, groups: Sequence[Group]) -> None:
+        """The step, to the view and to every tracker; its samples, to the run folder."""
+        if self.rollouts:
+            self.rollouts.write(report.step, groups)
         self.trackers.log(report)
+        self.view.sample(excerpt(groups, self.chat.decode))
         self.view.step(report, self.config.run.steps)
 
     @property
@@ -94,25 +103,21 @@ def build(config: Config, view: View) -> Iterator[Run]:
         NanoRLError: bad input; nothing that was started is left behind.
     """
     with contextlib.ExitStack() as stack:
-        config, model = resolve(config, lambda text, done, total: view.progress(text, done, total))
-        chat = ChatFormat(load_tokenizer(model.path))
+        require_backends(config.tracking)
+        config, model = resolve(config, view.progress)
+        if model.note:
+            view.note(model.note)
+        chat = load_chat(model.path)
         prompts = build_data(config.data, config.run.seed)
         grader = build_grader(config.reward)
         stack.callback(grader.close)
-        folder = create_run_folder(config.run.dir, model.name, overwrite=config.run.overwrite)
+        folder = stack.enter_context(
+            create_run_folder(config.run.dir, model.name, overwrite=config.run.overwrite, model_path=model.path)
+        )
         folder.config.write_bytes(to_json(config))
         engine, trainer = _start_both(stack, config, model, folder, view)
-        view.header(
-            {
-                "model": model.name,
-                "engine": engine.description,
-                "device": str(trainer.policy.device),
-                "dtype": str(config.model.dtype),
-                "run": str(folder.path),
-            }
-        )
+        view.header(_header(config, model, engine, folder))
         event_loop = stack.enter_context(EventLoopThread())
-        client = stack.enter_context(EngineClient(engine.url))
         rollout = SingleTurn(
             sampler=GenerationClient(engine.url, timeout_s=config.engine.request_timeout_s),
             chat=chat,
@@ -121,15 +126,20 @@ def build(config: Config, view: View) -> Iterator[Run]:
             algo=config.algo,
             context_length=engine.context_length,
         )
-        sync = SharedMemorySync(client)
+        sync = SharedMemorySync(stack.enter_context(EngineClient(engine.url)))
         stack.callback(sync.close)
-        trackers = Trackers([JsonlTracker(folder.metrics)])
+        trackers = open_trackers(config.tracking, folder.path, msgspec.to_builtins(config), view.note)
         stack.callback(trackers.close)
+        rollouts = RolloutWriter(folder.rollouts, chat.decode, view.note) if config.tracking.rollouts else None
+        if rollouts:
+            stack.callback(rollouts.close)
         run = Run(
             config=config,
             folder=folder,
             view=view,
             trackers=trackers,
+            rollouts=rollouts,
+            chat=chat,
             prompts=prompts,
             heldout=prompts.heldout(config.run.eval_prompts),
             rollout=rollout,
@@ -141,6 +151,16 @@ def build(config: Config, view: View) -> Iterator[Run]:
         # A server that another run has trained must give no false result: ours first, whoever started it.
         run.sync_weights()
         yield run
+
+
+def _header(config: Config, model: ResolvedModel, engine: EngineHandle, folder: RunFolder) -> dict[str, str]:
+    return {
+        "model": model.name,
+        "engine": engine.description,
+        "device": config.model.device,
+        "dtype": str(config.model.dtype),
+        "run": str(folder.path),
+    }
 
 
 def _start_both(

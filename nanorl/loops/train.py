@@ -59,7 +59,7 @@ def _step(run: Run, step: int) -> StepReport:
         "time/step_s": end - start,
     }
     report = StepReport(step=step, weight_version=run.version, metrics=metrics)
-    run.log(report)
+    run.log(report, groups)
     return report
 
 

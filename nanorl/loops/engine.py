@@ -1,0 +1,77 @@
+"""Which engine a command uses: the URL it was given, a live `nanorl serve` of the same model, or one of its own."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanorl.config import Config
+from nanorl.engine.client import EngineClient
+from nanorl.engine.launcher import EngineCommand, EngineProcess, embedded_engine
+from nanorl.engine.registry import Lease, acquire_lease, check_lease, find_server
+from nanorl.errors import ConfigError
+from nanorl.models.presets import ResolvedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHandle:
+    """A server that answers."""
+
+    url: str
+    description: str
+    """For the header: which kind, whose, where."""
+    context_length: int
+    """Tokens that prompt and response together may have."""
+    process: EngineProcess | None = None
+    """The engine where it is our own."""
+    lease: Lease | None = None
+    """Our hold on an engine that somebody else started."""
+
+    def check(self) -> None:
+        """Raises: EngineError where our own engine has died, or another run has taken the server over."""
+        if self.process is not None:
+            self.process.check_alive()
+        if self.lease is not None:
+            check_lease(self.lease)
+
+
+@contextlib.contextmanager
+def acquire_engine(config: Config, model: ResolvedModel, log_path: Path, owner: str) -> Iterator[EngineHandle]:
+    """The engine for one run, leased to it; one that was started here is stopped at the end.
+
+    Raises:
+        EngineError: nothing answers at the URL, the server is held by another run, or our own didn't start.
+        ConfigError: an engine was asked for that this machine can't run.
+    """
+    url = config.engine.url or find_server(model.path)
+    if url is None:
+        command = engine_command(config, model)
+        with EngineProcess(command, log_path=log_path, ready_timeout_s=config.engine.start_timeout_s) as process:
+            yield _describe(process.url, "own", process=process)
+        return
+    with acquire_lease(url, owner, take_over=config.engine.take_over) as lease:
+        yield _describe(url, "given" if config.engine.url else "nanorl serve", lease=lease)
+
+
+def engine_command(config: Config, model: ResolvedModel, port: int = 0) -> EngineCommand:
+    """How the configured engine is started.
+
+    Raises:
+        ConfigError: this machine can't start it.
+    """
+    if config.engine.type == "sglang":
+        raise ConfigError("engine.type sglang: start SGLang yourself and pass --engine-url, or use --engine torch.")
+    arguments = ["--dtype", str(config.model.dtype), "--device", config.model.device, "--served-name", model.name]
+    return embedded_engine(model.path, *arguments, port=port)
+
+
+def _describe(
+    url: str, whose: str, *, process: EngineProcess | None = None, lease: Lease | None = None
+) -> EngineHandle:
+    with EngineClient(url) as client:
+        info = client.server_info()
+    kind = "torch" if "parameters" in info else "sglang"
+    context = int(info.get("context_length") or info.get("max_total_num_tokens") or 4096)
+    return EngineHandle(
+        url=url, description=f"{kind} ({whose}) {url}", context_length=context, process=process, lease=lease
+    )
