@@ -34,6 +34,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     model_path: str
     weight_version: str | int = "default"
     served_model_name: str | None = None
+    tokenizer_path: str | None = None
+    """Stays what it was where an update from disk has changed the other names to its folder."""
     model_type: str | None = None
     architectures: list[str] | None = None
 
