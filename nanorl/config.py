@@ -153,7 +153,7 @@ class TrackingConfig(Section):
     prometheus_port: Annotated[int, Meta(ge=0, le=65535)] = 9464
     """Of /metrics on 127.0.0.1; 0 takes a free one."""
     rollouts: bool = True
-    """Keep every step's samples under rollouts/: about 25 bytes a token, needed for `show` and replay."""
+    """Keep every step's samples under rollouts/: about 30 bytes a token, needed for `show` and replay."""
 
 
 class Config(Section):

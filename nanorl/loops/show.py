@@ -139,16 +139,15 @@ def _facts(sample: Sample) -> Text:
     parts = ", ".join(f"{name} {value:g}" for name, value in sample.reward_parts.items())
     logprobs = [p for p, sampled in zip(sample.rollout_logprobs, sample.loss_mask, strict=True) if sampled]
     versions = sorted({span.version for span in sample.weight_versions})
+    graded = f"reward {reward}" + (f" ({parts})" if parts else "") + f"  advantage {sample.advantage:+.3f}"
     facts = [
-        f"reward {reward}" + (f" ({parts})" if parts else ""),
-        f"advantage {sample.advantage:+.3f}",
         f"{sample.status} ({sample.finish_reason})",
         f"{len(logprobs)} tokens",
         f"weights {', '.join(f'v{version}' for version in versions) or '-'}",
         f"mean logprob {fmean(logprobs):.3f}" if logprobs else "nothing sampled",
         str(sample.metadata.get("error", "")),
     ]
-    return Text(printable("  ".join(filter(None, facts))), style="cyan")
+    return Text(printable(f"{graded}\n{'  '.join(filter(None, facts))}"), style="cyan")
 
 
 def _shaded(sample: Sample, pieces: Sequence[tuple[int, str]]) -> Text:
@@ -174,11 +173,11 @@ def _least_likely(sample: Sample, pieces: Sequence[tuple[int, str]]) -> Text:
             found.append((sum(sample.rollout_logprobs[position : position + num_tokens]), piece))
         position += num_tokens
     worst = "  ".join(f"{piece!r} {logprob:.2f}" for logprob, piece in sorted(found)[:5])
-    return Text(f"least likely, in nats: {worst}", style="dim")
+    return Text(f"least likely, in nats: {worst}", style="dim", no_wrap=True, overflow="ellipsis")
 
 
 def _legend() -> Text:
-    text = Text("probability of a token: ", style="dim")
+    text = Text("probability: ", style="dim")
     for (floor, style), ceiling in zip(SHADES, ("", "90", "50", "20", "5"), strict=True):
-        text.append(f" {f'{floor:.0%} and more' if not ceiling else f'below {ceiling} %'} ", style)
+        text.append(f" below {ceiling} % " if ceiling else f" from {floor * 100:.0f} % ", style)
     return text

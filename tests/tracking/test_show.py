@@ -69,7 +69,7 @@ def test_the_last_step_with_facts_and_text(run):
 
     assert "step 2 of 2: 1 groups, 2 samples, reward 0.250 (0.250 to 0.250), 1 failed or aborted" in text
     assert "riddle #0" in text  # the graded one, not the failed one before it
-    assert "reward 0.250 (correct 0, format 0.25)  advantage +0.000  COMPLETED (stop)" in text
+    assert "reward 0.250 (correct 0, format 0.25)  advantage +0.000\nCOMPLETED (stop)  " in text
     assert "user: Say it·[2J" in text
     assert "the answer is 🙂⏎\nthe\n" in text
     assert "least likely, in nats: 't' -2.50" in text or "least likely, in nats: 'the' -2.50" in text
@@ -81,8 +81,8 @@ def test_shades_follow_the_probability(run):
 
     first = text.split("answer")[0].rsplit("user:", 1)[1]
     assert "48;2;244;132;95m" in first  # exp(-2.5) = 8 %: 5 to 20 %
-    assert "probability of a token:" in text
-    assert "probability of a token:" not in shown(run, force_terminal=True, no_color=True)
+    assert "probability: " in text
+    assert "probability: " not in shown(run, force_terminal=True, no_color=True)
 
 
 def test_the_worst_come_in_order_of_reward(run):
