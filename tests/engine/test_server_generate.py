@@ -169,7 +169,8 @@ def test_stop_string(engine: Served, tiny_folder: Path) -> None:
     seed = next(
         s
         for s in range(200)
-        if engine.generate(PROMPT, max_new_tokens=8, sampling_seed=s, ignore_eos=True)["output_ids"] == free["output_ids"]
+        if engine.generate(PROMPT, max_new_tokens=8, sampling_seed=s, ignore_eos=True)["output_ids"]
+        == free["output_ids"]
     )
     stop = free["text"][2:4]
     answer = engine.generate(PROMPT, max_new_tokens=8, sampling_seed=seed, ignore_eos=True, stop=["nowhere", stop])
