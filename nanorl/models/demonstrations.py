@@ -1,8 +1,8 @@
 """What the tiny model is shown before RL: answers to arithmetic, most of them right, few of them well formed.
 
 The warm start must leave something to improve. It teaches the arithmetic, but hides it: the usual ending is untagged,
-so that greedy decoding earns nothing, and a part of the tagged answers is guessed. RL then mostly chooses among behaviours
-that the model already has; its arithmetic sets the ceiling.
+so that greedy decoding earns nothing, and a part of the tagged answers is guessed. RL then mostly chooses among
+behaviours that the model already has; its arithmetic sets the ceiling.
 """
 
 import random

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from nanorl.models.cache import build_once, cache_folder
 from nanorl.models.demonstrations import Demonstration, draw_demonstrations
@@ -112,6 +113,7 @@ def save(folder: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFa
     model.generation_config = GenerationConfig(
         eos_token_id=EOS_ID, pad_token_id=PAD_ID, do_sample=True, temperature=1.0
     )
+    disable_progress_bar()  # of transformers: one file in a millisecond, in the middle of our own progress
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
