@@ -118,8 +118,10 @@ def build(config: Config, view: View) -> Iterator[Run]:
         engine, trainer = _start_both(stack, config, model, folder, view)
         view.header(_header(config, model, engine, folder))
         event_loop = stack.enter_context(EventLoopThread())
+        sampler = GenerationClient(engine.url, timeout_s=config.engine.request_timeout_s)
+        stack.callback(lambda: event_loop.run(sampler.aclose(), timeout_s=10.0))
         rollout = SingleTurn(
-            sampler=GenerationClient(engine.url, timeout_s=config.engine.request_timeout_s),
+            sampler=sampler,
             chat=chat,
             grader=grader,
             rollout=config.rollout,

@@ -57,9 +57,8 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=train.lr, betas=train.betas, weight_decay=train.weight_decay, fused=True
         )
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda n: min(1.0, (n + 1) / max(1, train.warmup_steps))
-        )
+        self.num_updates = 0
+        """Optimizer steps made so far: the position in the warm-up."""
         self.generator = torch.Generator().manual_seed(seed)
 
     def step(self, samples: Sequence[Sample], on_progress: Progress = lambda done, total: None) -> dict[str, float]:
@@ -84,6 +83,11 @@ class Trainer:
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and persistent buffer by its Hugging Face name; tied ones come under each of their names."""
         yield from self.policy.model.state_dict().items()
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next optimizer step: rises linearly over `warmup_steps`, constant after that."""
+        return (self.train.lr or 0.0) * min(1.0, (self.num_updates + 1) / max(1, self.train.warmup_steps))
 
     def _minibatch(self, samples: Sequence[Sample], totals: _Sums) -> None:
         """Gradient of one minibatch, then one optimizer step, unless there is nothing to learn or it isn't finite."""
@@ -123,8 +127,10 @@ class Trainer:
     def _optimize(self, sums: _Sums, samples: Sequence[Sample], totals: _Sums, *, is_first: bool) -> None:
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.train.max_grad_norm))
         if isfinite(grad_norm) and isfinite(sums.values["pg_loss"]):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.learning_rate
             self.optimizer.step()
-            self.scheduler.step()
+            self.num_updates += 1
             totals.add(updates=1, grad_norm=grad_norm, **sums.values)
             if is_first:  # the weights were still those that sampled: only here is the difference a mismatch
                 totals.values |= {f"mismatch_{k}": v for k, v in sums.values.items()}
@@ -150,7 +156,7 @@ class Trainer:
             "train/updates": totals.values.get("updates", 0.0),
             "train/empty_minibatches": totals.values.get("empty", 0.0),
             "train/nonfinite_minibatches": totals.values.get("nonfinite", 0.0),
-            "train/lr": self.scheduler.get_last_lr()[0],
+            "train/lr": self.learning_rate,
         }
 
     def _dump(self, samples: Sequence[Sample]) -> None:
