@@ -20,7 +20,7 @@ test: setup-dev  ## all tests that this machine can run, with the coverage floor
 check: lint test  ## what CI runs
 
 lint: setup-dev  ## the checks that run no test
-	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff format --check --output-format concise .
 	$(BIN)/python -m ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/python -m pyright --pythonpath $(BIN)/python

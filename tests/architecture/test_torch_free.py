@@ -17,7 +17,11 @@ class NoTorch:
 
 sys.meta_path.insert(0, NoTorch())
 for name in sys.argv[1:]:
-    importlib.import_module(name)
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in {"mlflow", "prometheus_client", "tensorboard", "wandb"}:  # extras
+            raise
 """
 
 
