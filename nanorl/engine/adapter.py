@@ -46,12 +46,13 @@ class ModelAdapter:
         self._body, self._head = body, head
         # transformers 5.24 renamed the argument, and models outside its tree may keep the old name.
         self._cache_argument = "cache" if "cache" in inspect.signature(body.forward).parameters else "past_key_values"
+        self._vocab_size = int(self.run_alone([0]).shape[-1])
         self.layer_shapes = self._probe()
 
     @property
     def vocab_size(self) -> int:
         """V: how many logits the head gives."""
-        return int(self._head.weight.shape[0])
+        return self._vocab_size
 
     def hidden(
         self, input_ids: Tensor, position_ids: Tensor, cache: Cache, attention_mask: Tensor | None = None
@@ -81,14 +82,14 @@ class ModelAdapter:
         hidden = self.hidden(ids, ids, cache)
         if not torch.equal(self.logits(hidden)[0], self.run_alone([0, 1, 2])):
             raise ModelError(
-                f"{self._name} changes its logits after the head (scaling or capping), which the embedded engine can't do. "
-                "Use SGLang for it."
+                f"{self._name} changes its logits after the head (scaling or capping), which the embedded engine "
+                "can't do. Use SGLang for it."
             )
         for layer in cache.layers:
             if type(layer) is not DynamicLayer:
                 raise ModelError(
-                    f"{self._name} has layers other than full attention ({type(layer).__name__}), which the embedded engine "
-                    "can't cache. Use SGLang for it."
+                    f"{self._name} has layers other than full attention ({type(layer).__name__}), which the embedded "
+                    "engine can't cache. Use SGLang for it."
                 )
         return [_shape(layer) for layer in cache.layers]
 
@@ -111,7 +112,7 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype) -> ModelAdap
         raise ModelError(
             f"Expected a causal language model in {path}, transformers could not load it: {error}"
         ) from error
-    return ModelAdapter(model.to(device))
+    return ModelAdapter(model.to(device))  # pyright: ignore[reportArgumentType] transformers' annotation has no device
 
 
 def load_tokenizer(path: str) -> Any:

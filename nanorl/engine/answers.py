@@ -21,7 +21,7 @@ def answers_of(sequences: Items[EngineSequence], tokenizer: Any, *, with_logprob
 def partial_answer(
     sequence: EngineSequence, count: int, finish: FinishInfo | None, tokenizer: Any, *, with_logprobs: bool
 ) -> GenerateAnswer:
-    """The first `count` tokens of a sequence that may still be running; text and ids are cumulative, as SGLang streams."""
+    """The first `count` tokens of a sequence that may still run; text and ids are cumulative, as SGLang streams."""
     ids = sequence.output_ids[:count]
     return GenerateAnswer(
         text=_trim(tokenizer.decode(_text_ids(ids, sequence, finish), **_decoding(sequence)), sequence, finish),

@@ -1,7 +1,7 @@
-"""The running batch: one row a sequence, everything about it in preallocated tensors, so that a step is a few vector operations.
+"""The running batch: one row a sequence, all about it in preallocated tensors: a step is a few vector operations.
 
-Letters: B running rows, R the most rows, S stop ids, W the longest response. Active rows are always 0..B-1: when one ends,
-the last row moves into its place.
+Letters: B running rows, R the most rows, S stop ids, W the longest response. Active rows are always 0..B-1: when one
+ends, the last row moves into its place.
 """
 
 import torch
@@ -136,7 +136,7 @@ class RunningBatch:
         )
 
     def record(self, start: int, tokens: Tensor, logprobs: Tensor) -> list[int]:
-        """Takes one sampled token for each of the rows start..B-1; returns the rows that are done by stop id, budget or NaN."""
+        """Takes one sampled token for each row from `start` on; returns the rows that a stop id, budget or NaN ends."""
         rows = slice(start, len(self))
         counts = self._counts[rows]
         self._out_ids[rows].scatter_(1, counts[:, None], tokens[:, None])

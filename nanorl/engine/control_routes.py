@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +17,29 @@ from nanorl.engine.responses import json_response
 from nanorl.engine.torch_engine import TorchEngine
 
 HEALTH_TIMEOUT_S = 20.0
-_UNSUPPORTED = ["/v1/completions", "/v1/responses", "/v1/score", "/encode", "/classify", "/open_session", "/close_session", "/release_memory_occupation", "/resume_memory_occupation", "/init_weights_update_group", "/destroy_weights_update_group", "/update_weights_from_distributed", "/update_weights_from_ipc", "/load_lora_adapter", "/unload_lora_adapter", "/start_profile", "/stop_profile", "/slow_down", "/set_internal_state", "/separate_reasoning", "/parse_function_call"]
-_REASONS = {
+_ELSEWHERE = "weights reach it over shared memory, CUDA IPC or the disk"
+_SGLANG_ONLY = {
     "/release_memory_occupation": "it keeps weights and KV cache where they are; stop the process to free them",
     "/resume_memory_occupation": "it never releases memory",
-    "/init_weights_update_group": "weights reach it over shared memory, CUDA IPC or the disk",
-    "/update_weights_from_distributed": "weights reach it over shared memory, CUDA IPC or the disk",
+    "/init_weights_update_group": _ELSEWHERE,
+    "/destroy_weights_update_group": _ELSEWHERE,
+    "/update_weights_from_distributed": _ELSEWHERE,
+    "/update_weights_from_ipc": _ELSEWHERE,
+    "/v1/completions": "/generate takes text",
+    "/v1/responses": "/v1/chat/completions answers messages",
+    "/v1/score": "/generate scores with logprob_start_len",
+    "/encode": "it serves no embeddings",
+    "/classify": "it serves no classifiers",
+    "/open_session": "every request brings its whole prompt",
+    "/close_session": "every request brings its whole prompt",
+    "/load_lora_adapter": "it has no adapters",
+    "/unload_lora_adapter": "it has no adapters",
+    "/start_profile": "it has no profiler",
+    "/stop_profile": "it has no profiler",
+    "/parse_function_call": "it parses no tool calls",
+    "/separate_reasoning": "it parses no reasoning",
 }
+"""Routes of SGLang that are answered with 501, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,21 +106,21 @@ def control_router(engine: TorchEngine) -> APIRouter:
     @router.get("/flush_cache")
     @router.post("/flush_cache")
     async def flush_cache() -> Response:
-        """There is nothing to throw away (no KV outlives its request); what counts is the answer that none is in use."""
+        """Nothing is thrown away, since no KV outlives its request; what counts is the answer that none is in use."""
         if await asyncio.wrap_future(engine.run(engine.core.can_flush)):
             return Response("Cache flushed.\n", media_type="text/plain")
         core = engine.core
         reason = f"{len(core.batch)} requests are running and {len(core.waiting)} waiting"
         return Response(f"Flush cache failed: {reason}.\n", status_code=400, media_type="text/plain")
 
-    for path in _UNSUPPORTED:
-        router.add_api_route(path, _unsupported(path), methods=["GET", "POST"], include_in_schema=False)
+    for path, reason in _SGLANG_ONLY.items():
+        router.add_api_route(path, _refusing(path, reason), methods=["GET", "POST"], include_in_schema=False)
     return router
 
 
-def _unsupported(path: str) -> Any:
+def _refusing(path: str, reason: str) -> Callable[[], Awaitable[Response]]:
     async def refuse() -> Response:
-        raise Refusal(f"The embedded engine has no {path}: {_REASONS.get(path, 'only SGLang has it')}.", 501)
+        raise Refusal(f"The embedded engine has no {path}: {reason}. SGLang has it.", 501)
 
     return refuse
 

@@ -40,8 +40,9 @@ class EngineLimits:
 
 
 class EngineCore:
-    """Sequences wait in order of arrival, run as rows of one batch, and finish; each gets the KV memory for its worst case
-    when it is admitted, so that a running row is never thrown out for lack of memory.
+    """Sequences wait in order of arrival, run as rows of one batch, and finish.
+
+    Each gets the KV memory for its worst case when it is admitted: no running row is thrown out for lack of memory.
     """
 
     def __init__(self, adapter: ModelAdapter, tokenizer: Any, limits: EngineLimits) -> None:
@@ -97,7 +98,7 @@ class EngineCore:
     # Pausing
 
     def pause(self, mode: PauseMode) -> None:
-        """Stops stepping: abort ends all requests, retract puts running ones back to the queue, in_place leaves them be."""
+        """Stops stepping: abort ends all requests, retract puts running ones back to the queue, in_place keeps them."""
         if mode == "abort":
             self.abort(None)
         elif mode == "retract":
@@ -109,7 +110,7 @@ class EngineCore:
         self.paused = None
 
     def retract(self) -> None:
-        """Puts running sequences back to the queue, with their output so far; their KV is forgotten and computed again."""
+        """Puts running sequences back to the queue, with their output so far; their KV will be computed again."""
         retracted = self._take(list(range(len(self.batch))))
         for sequence in retracted:
             sequence.num_retractions += 1
@@ -168,7 +169,7 @@ class EngineCore:
         return admitted
 
     def _lay_out(self, row_length: int, num_rows: int) -> None:
-        """Longer rows where needed; shorter ones only where that is what makes the new rows fit, or where nothing must move."""
+        """Longer rows where needed; shorter ones only to make new rows fit, or where nothing must move."""
         fits = self._cache.rows_of(self._cache.row_length) >= num_rows
         if row_length > self._cache.row_length or not fits or not self.batch.sequences:
             used = int(self.batch.lengths[: len(self.batch)].max()) if self.batch.sequences else 0

@@ -16,14 +16,48 @@ from nanorl.engine.sequence import EngineSequence, Request
 T = TypeVar("T")
 
 _SGLANG_ONLY = frozenset(
-    # /generate
-    "input_embeds image_data video_data audio_data return_hidden_states return_text_in_logprobs token_ids_logprob lora_path "
-    "lora_id session_params custom_logit_processor priority data_parallel_rank bootstrap_host bootstrap_port bootstrap_room "
-    # sampling_params
-    "regex json_schema ebnf structural_tag frequency_penalty presence_penalty repetition_penalty min_new_tokens stop_regex "
-    "logit_bias custom_params beam_width spaces_between_special_tokens stream_interval watermark choice "
-    # /v1/chat/completions
-    "tools tool_choice response_format stream_options reasoning_effort".split()
+    {
+        # /generate
+        *(
+            "input_embeds",
+            "image_data",
+            "video_data",
+            "audio_data",
+            "return_hidden_states",
+            "return_text_in_logprobs",
+            "token_ids_logprob",
+            "lora_path",
+            "lora_id",
+            "session_params",
+            "custom_logit_processor",
+            "priority",
+            "data_parallel_rank",
+            "bootstrap_host",
+            "bootstrap_port",
+            "bootstrap_room",
+        ),
+        # sampling_params
+        *(
+            "regex",
+            "json_schema",
+            "ebnf",
+            "structural_tag",
+            "frequency_penalty",
+            "presence_penalty",
+            "repetition_penalty",
+            "min_new_tokens",
+            "stop_regex",
+            "logit_bias",
+            "custom_params",
+            "beam_width",
+            "spaces_between_special_tokens",
+            "stream_interval",
+            "watermark",
+            "choice",
+        ),
+        # /v1/chat/completions
+        *("tools", "tool_choice", "response_format", "stream_options", "reasoning_effort"),
+    }
 )
 """Fields that SGLang knows and this engine doesn't: they deserve another answer than a typing error."""
 
@@ -119,8 +153,8 @@ class Intake:
             )
         if total > context:
             raise Refusal(
-                f"Requested token count exceeds the model's maximum context length of {context} tokens. You requested a total "
-                f"of {total} tokens: {num_prompt} tokens from the input messages and {num_new} tokens for the completion."
+                f"Requested token count exceeds the model's maximum context length of {context} tokens. You requested "
+                f"{total} tokens: {num_prompt} tokens from the input messages and {num_new} tokens for the completion."
             )
         if total > self.limits.max_total_tokens:
             raise Refusal(

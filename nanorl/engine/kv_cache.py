@@ -2,7 +2,7 @@
 
 Letters: B running rows, U prompts of one prefill, N rows they are stored for, T positions, H heads, D head size.
 Row r of layer l is `keys[l][r, :length]` with shape [T, H, D]; positions lie before heads, so that one token is one
-contiguous write and a row moves as one block. The block is reserved once; memory that no token ever used stays untouched.
+contiguous write and a row moves as one block. The block is reserved once; pages that no token used stay untouched.
 """
 
 from typing import Any
@@ -67,7 +67,7 @@ class SlotCache(Cache):
             view[target, :used] = view[source, :used]
 
     def wipe_row(self, row: int) -> None:
-        """Zeroes a row that ended with NaN or infinity, which would reach its successor through the masked positions."""
+        """Zeroes a row that ended with NaN or infinity: its successor would meet them at positions that it masks."""
         for view in (*self._keys, *self._values):
             view[row] = 0
 
@@ -78,12 +78,12 @@ class SlotCache(Cache):
         self._decodes, self._source, self._target = False, source, target
 
     def begin_decode(self, lengths: Tensor, span: int) -> None:
-        """The next pass adds one token to each of the first B rows, at position lengths[b]; attention sees [0, span)."""
+        """The next pass adds a token to each of the first B rows, at position lengths[b]; attention sees [0, span)."""
         self._decodes, self._num_rows, self._span = True, len(lengths), span
         self._slots = torch.arange(len(lengths), device=lengths.device) * self.row_length + lengths
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Called by the model's attention with [., H, T, D] states; answers the states to attend to."""
         shape = self._shapes[layer_idx]
@@ -139,8 +139,9 @@ class SlotCache(Cache):
 
 
 def _zeros(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, since attention multiplies also what it masks out (by 0, which NaN survives). On a CPU numpy's come from calloc:
-    pages that nothing writes to take no memory.
+    """Zeros, since attention multiplies also what it masks out (by 0, which NaN survives).
+
+    On a CPU they are numpy's, which come from calloc: pages that nothing writes to take no memory.
     """
     if device.type != "cpu":
         return torch.zeros(num, dtype=dtype, device=device)

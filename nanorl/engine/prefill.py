@@ -1,7 +1,8 @@
 """Prompts into the KV cache: each distinct prompt once, in right-padded batches of similar length.
 
-Letters: U distinct prompts of a pass, N rows, T positions, V vocabulary. Causal attention never looks to the right, so padding
-there needs no mask: what it computes is stored, if at all, beyond a row's length, and overwritten before it is ever read.
+Letters: U distinct prompts of a pass, N rows, T positions, V vocabulary. Causal attention never looks to the right, so
+padding there needs no mask: what it computes is stored, if at all, beyond a row's length, and overwritten before it is
+ever read.
 """
 
 import torch
@@ -55,7 +56,7 @@ class Prefill:
         return self._adapter.hidden(ids, positions, self._cache)
 
     def _score(self, sequence: EngineSequence, hidden: Tensor) -> None:
-        """Fills input_logprobs: position p's logits score token p + 1; the head sees only positions that are asked for."""
+        """Fills input_logprobs: position p's logits score token p + 1; the head sees only what is asked for."""
         start, ids = sequence.score_from, sequence.prompt_ids
         if start is None or start >= len(ids):
             return
@@ -91,7 +92,7 @@ class _Prompts:
         return index
 
     def chunks(self, max_tokens: int) -> list[list[int]]:
-        """Prompts grouped by similar length, each group at most max_tokens with its padding (a longer prompt goes alone)."""
+        """Prompts of similar length together, at most max_tokens with their padding; a longer prompt goes alone."""
         chunks: list[list[int]] = []
         for prompt in sorted(range(len(self.ids)), key=lambda i: -len(self.ids[i])):
             if chunks and len(self.ids[chunks[-1][0]]) * (len(chunks[-1]) + 1) <= max_tokens:

@@ -1,7 +1,7 @@
 """SGLang's HTTP dialect as types: the bodies that nanorl's client sends and its embedded engine answers.
 
-One definition serves both sides. Field names are SGLang's own. Bodies are decoded strictly where nanorl is the server (an
-unknown field is an error, never ignored in silence) and loosely where it is the client (servers may add fields).
+One definition serves both sides. Field names are SGLang's own. Bodies are decoded strictly where nanorl is the server
+(an unknown field is an error, never ignored in silence) and loosely where it is the client (servers may add fields).
 """
 
 from typing import Any, Literal
@@ -220,7 +220,8 @@ def to_completion(answer: GenerateAnswer) -> Completion:
     else:
         token_ids, logprobs = tuple(answer.output_ids), ()
     if meta.weight_versions:
-        spans = tuple(VersionSpan(version_number(s.version), s.start, s.end) for s in meta.weight_versions if s.end > s.start)
+        filled = (s for s in meta.weight_versions if s.end > s.start)
+        spans = tuple(VersionSpan(version_number(s.version), s.start, s.end) for s in filled)
     else:
         spans = (VersionSpan(version_number(meta.weight_version), 0, len(token_ids)),) if token_ids else ()
     if meta.finish_reason is None:
@@ -242,9 +243,11 @@ def decode_answers(body: bytes) -> list[GenerateAnswer]:
         EngineError: the body is not what /generate answers.
     """
     try:
-        decoded: GenerateAnswer | list[GenerateAnswer] = msgspec.json.decode(body, type=GenerateAnswer | list[GenerateAnswer])
+        decoded = msgspec.json.decode(body, type=GenerateAnswer | list[GenerateAnswer])
     except msgspec.DecodeError as error:
-        raise EngineError(f"Expected /generate to answer text, output_ids and meta_info, got {body[:200]!r}: {error}") from None
+        raise EngineError(
+            f"Expected /generate to answer text, output_ids and meta_info, got {body[:200]!r}: {error}"
+        ) from None
     return decoded if isinstance(decoded, list) else [decoded]
 
 

@@ -1,7 +1,7 @@
 """Sampling, vectorised over the batch's rows. Letters: B rows, V vocabulary, S stop ids.
 
-A row's noise comes from its own seed and the number of the token alone (a counter-based generator): whoever else is in the
-batch, and whether the row was interrupted in between, changes a sample only through rounding of the logits at a near-tie.
+A row's noise comes from its own seed and the number of the token alone (a counter-based generator): whoever else is in
+the batch, and whether the row was interrupted in between, changes a sample only through rounding at a near-tie.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ def mix64(x: Tensor) -> Tensor:
 
 
 def uniform(key: Tensor, counter: Tensor) -> Tensor:
-    """[B] float64 in [0, 1): 53 random bits from (key, counter). `key` is mix64 of the seed, so that close seeds are far apart."""
+    """[B] float64 in [0, 1): 53 random bits of (key, counter). Keys are mixed seeds: close ones lie far apart."""
     bits = mix64(key + counter * GOLDEN)
     return ((bits >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
 
@@ -56,8 +56,8 @@ class SamplingRows:
 def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     """Draws one token a row.
 
-    logprob = log_softmax(logits / temperature) in fp32 over the whole vocabulary, also where top-p, top-k or min-p narrow
-    what may be drawn. The draw inverts the cumulative distribution in float64.
+    logprob = log_softmax(logits / temperature) in fp32 over the whole vocabulary, also where top-p, top-k or min-p
+    narrow what may be drawn. The draw inverts the cumulative distribution in float64.
 
     Args:
         logits: [B, V] of any float type.

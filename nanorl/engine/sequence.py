@@ -9,7 +9,7 @@ from nanorl.engine.protocol import FinishInfo, ReportedSpan, SamplingParams
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One HTTP call: all its sequences, and whom to tell. The callbacks run on the engine's thread and must be quick."""
+    """One HTTP call: all its sequences, and whom to tell. Callbacks run on the engine's thread and must be quick."""
 
     on_done: Callable[["Request", str | None], None]
     """Called once: when the last sequence has finished, or with the reason why the engine died."""

@@ -1,6 +1,7 @@
 """`python -m nanorl.engine.server --model DIR`: the embedded engine as a process that speaks SGLang's HTTP dialect.
 
-Exit codes: 0 after SIGTERM or SIGINT, 2 for something the user can mend (a message, no traceback), 1 when the engine died.
+Exit codes: 0 after SIGTERM or SIGINT, 2 for something the user can mend (a message, no traceback), 1 when the engine
+died.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         service = build_service(arguments)
     except NanoRLError as error:
-        print(f"error: {error}", file=sys.stderr)
+        sys.stderr.write(f"error: {error}\n")
         return 2
     except KeyboardInterrupt:
         return 0
@@ -60,7 +61,8 @@ def _listen(arguments: argparse.Namespace) -> socket.socket:
         listener.bind((arguments.host, arguments.port))
     except OSError as error:
         raise EngineError(
-            f"Expected port {arguments.port} on {arguments.host} to be free: {error.strerror or error}. Choose another --port."
+            f"Expected port {arguments.port} on {arguments.host} to be free: {error.strerror or error}. "
+            "Choose another --port."
         ) from None
     return listener
 

@@ -1,7 +1,7 @@
 """nanorl's embedded engine: a Hugging Face model on its own thread, continuous batching, live weight updates.
 
-Everything that touches the model or the batch runs on the engine's thread, between two forward passes, in order of arrival:
-there is nothing to lock.
+Everything that touches the model or the batch runs on the engine's thread, between two forward passes, in order of
+arrival: there is nothing to lock.
 """
 
 import queue
@@ -89,7 +89,7 @@ class TorchEngine:
         self._open.pop(id(request), None)
 
     def run(self, command: Callable[[], T]) -> "Future[T]":
-        """Runs `command` on the engine's thread between two forward passes. Raises (in the future): what command raises."""
+        """Runs `command` on the engine's thread between two forward passes; the future raises what it raises."""
         future: Future[T] = Future()
 
         def execute() -> None:

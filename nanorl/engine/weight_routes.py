@@ -1,4 +1,4 @@
-"""Routes of the weight update: the session, its carriers, versions and checks. All answers carry `success` and `message`."""
+"""Routes of the weight update: session, carriers, versions and checks. All answers carry `success` and `message`."""
 
 import asyncio
 from collections.abc import Callable

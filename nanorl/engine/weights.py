@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from nanorl.engine.checksum import tensor_checksum
@@ -89,7 +89,7 @@ class WeightStore:
         if not pairs:
             return
         targets, sources = zip(*pairs, strict=True)
-        torch._foreach_copy_(list(targets), list(sources))
+        torch._foreach_copy_(list(targets), list(sources))  # pyright: ignore[reportPrivateImportUsage]
         if targets[0].is_cuda:
             torch.cuda.synchronize(targets[0].device)
 
@@ -155,8 +155,8 @@ def read_folder(path: str) -> list[tuple[str, Tensor]]:
     tensors: list[tuple[str, Tensor]] = []
     for file in files:
         try:
-            with safe_open(file, framework="pt") as opened:  # pyright: ignore
+            with safe_open(file, framework="pt") as opened:
                 tensors += [(name, opened.get_tensor(name)) for name in opened.keys()]  # noqa: SIM118 no mapping
-        except Exception as error:  # safetensors' own error class derives from Exception alone
+        except (OSError, SafetensorError) as error:
             raise WeightSyncError(f"{file} can't be read: {error}") from None
     return tensors

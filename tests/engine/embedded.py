@@ -1,4 +1,4 @@
-"""The embedded engine for tests: the real service under a real uvicorn on a free port, in a thread of the test process."""
+"""The embedded engine for tests: the real service under uvicorn on a free port, in a thread of the test process."""
 
 import contextlib
 import socket

@@ -108,7 +108,7 @@ def test_noise_is_uniform_and_independent() -> None:
     keys = mix64(torch.arange(4096))
     noise = torch.stack([uniform(keys, torch.full_like(keys, counter)) for counter in range(64)])
     assert noise.dtype == torch.float64
-    assert 0.0 <= float(noise.min())
+    assert float(noise.min()) >= 0.0
     assert float(noise.max()) < 1.0
     counts = torch.histc(noise.float(), bins=100, min=0.0, max=1.0)
     expected = noise.numel() / 100

@@ -4,7 +4,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -217,7 +217,7 @@ def test_calls_without_a_body(engine: Served) -> None:
 
 
 class TestChat:
-    BODY: dict[str, Any] = {
+    BODY: ClassVar[dict[str, Any]] = {
         "messages": [{"role": "user", "content": "hi"}],
         "max_tokens": 5,
         "temperature": 0,

@@ -144,7 +144,7 @@ def test_stop_id_ends_and_stays(engine: Served) -> None:
 
 def test_models_own_stop_id(engine: Served) -> None:
     """Ends at <|im_end|> (id 2) unless ignore_eos says so."""
-    runs = [engine.generate(PROMPT, max_new_tokens=200, n=16, sampling_seed=0) for _ in range(1)][0]
+    runs = engine.generate(PROMPT, max_new_tokens=200, n=16, sampling_seed=0)
     stopped = [a for a in runs if a["meta_info"]["finish_reason"]["type"] == "stop"]
     assert stopped
     for answer in stopped:
@@ -191,7 +191,7 @@ def test_truncation_to_one_token_is_greedy(engine: Served, sampling: dict[str, A
     assert sampled(narrow)[1] == pytest.approx(sampled(greedy)[1], abs=1e-6)
 
 
-def test_scoring_a_finished_sequence(engine: Served, tiny_model: Any) -> None:
+def test_scoring_a_finished_sequence(engine: Served) -> None:
     answer = engine.generate(PROMPT, max_new_tokens=20, temperature=0.7, sampling_seed=5, ignore_eos=True)
     ids, logprobs = sampled(answer)
     body = generate_body(PROMPT + ids, max_new_tokens=0, temperature=0.7) | {"logprob_start_len": len(PROMPT) - 1}

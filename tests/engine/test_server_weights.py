@@ -79,7 +79,7 @@ def perturbed(folder: Path, seed: int = 1) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     return model
 
 

@@ -176,7 +176,7 @@ def test_retraction_takes_tokens_out_of_the_tensors(adapter: Passes) -> None:
         assert len(sequence.output_logprobs) == 8
 
 
-def test_other_architectures(tmp_path: Path) -> None:
+def test_other_architectures() -> None:
     """Adapters find body, head and cache shapes by trying; what can't work is refused by name."""
     from transformers import (
         Gemma2Config,
@@ -187,8 +187,14 @@ def test_other_architectures(tmp_path: Path) -> None:
         MistralForCausalLM,
     )
 
-    tiny = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    tiny: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+    }
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
     builds: dict[str, Callable[[], Any]] = {
         "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=128)),
         "sliding": lambda: MistralForCausalLM(MistralConfig(**tiny, **heads, sliding_window=8)),
