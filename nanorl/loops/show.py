@@ -131,7 +131,7 @@ def _print_sample(console: Console, shown: Shown, decode: Decode | None) -> None
     pieces = token_texts(sample.token_ids[sample.response_start :], decode) if decode else []
     console.print(_shaded(sample, pieces) if pieces else Text(printable(text)))
     if pieces:
-        console.print(_least_likely(sample, pieces))
+        console.print(_least_likely(sample, pieces), no_wrap=True, overflow="ellipsis")
 
 
 def _facts(sample: Sample) -> Text:
@@ -173,7 +173,7 @@ def _least_likely(sample: Sample, pieces: Sequence[tuple[int, str]]) -> Text:
             found.append((sum(sample.rollout_logprobs[position : position + num_tokens]), piece))
         position += num_tokens
     worst = "  ".join(f"{piece!r} {logprob:.2f}" for logprob, piece in sorted(found)[:5])
-    return Text(f"least likely, in nats: {worst}", style="dim", no_wrap=True, overflow="ellipsis")
+    return Text(f"least likely, in nats: {worst}", style="dim")
 
 
 def _legend() -> Text:

@@ -140,7 +140,7 @@ class RichView:
         self._live.stop()
 
     def _row(self, cells: Sequence[str], style: str) -> None:
-        self.console.print(Text((" " * GAP).join(cells), style=style, no_wrap=True, overflow="crop"))
+        self.console.print(Text((" " * GAP).join(cells), style=style), no_wrap=True, overflow="crop")
 
     def _sparkline(self) -> Text:
         rewards = self._rewards[-max(8, self.console.width - 26) :]

@@ -85,6 +85,15 @@ def test_shades_follow_the_probability(run):
     assert "probability: " not in shown(run, force_terminal=True, no_color=True)
 
 
+def test_the_least_likely_tokens_take_one_line(run):
+    console = Console(file=io.StringIO(), width=40, highlight=False)
+    show(str(run.path), 2, None, console)
+    lines = console.file.getvalue().splitlines()  # pyright: ignore[reportAttributeAccessIssue]
+    at = next(i for i, line in enumerate(lines) if line.startswith("least likely"))
+    assert lines[at].endswith("…")
+    assert lines[at + 1].startswith("───")
+
+
 def test_the_worst_come_in_order_of_reward(run):
     text = shown(run, step=1, worst=3)
 
