@@ -42,4 +42,4 @@ def running_engine(kind: str, model: Path) -> Iterator[RunningEngine]:
     if not url:
         pytest.skip("NANORL_SGLANG_URL names no running SGLang")
     with EngineClient(url) as client:
-        yield RunningEngine(url, Path(client.model_info().model_path), False)
+        yield RunningEngine(url, Path(client.server_info()["model_path"]), False)

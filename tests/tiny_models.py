@@ -14,7 +14,10 @@ def build_tokenizer_folder(folder: Path) -> int:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=["<|im_start|>"]
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
     )
     fast.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -24,29 +27,33 @@ def build_tokenizer_folder(folder: Path) -> int:
     return len(symbols)
 
 
-def build_tiny_model(folder: Path, *, tied: bool = True, seed: int = 0, hidden_size: int = 64, architecture: str = "qwen3") -> Path:
+def build_tiny_model(
+    folder: Path, *, tied: bool = True, seed: int = 0, hidden_size: int = 64, architecture: str = "qwen3"
+) -> Path:
     """A random Qwen3 (or Llama) of 2 layers as a Hugging Face folder, fp32, peaked enough that logits differ."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
     vocab_size = build_tokenizer_folder(folder)
-    shape = dict(
-        vocab_size=vocab_size + (-vocab_size) % 64,
-        hidden_size=hidden_size,
-        intermediate_size=3 * hidden_size,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=hidden_size // 4 if architecture == "llama" else 32,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        initializer_range=0.06,
-        bos_token_id=None,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
+    shape = {
+        "vocab_size": vocab_size + (-vocab_size) % 64,
+        "hidden_size": hidden_size,
+        "intermediate_size": 3 * hidden_size,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": hidden_size // 4 if architecture == "llama" else 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.06,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**shape)) if architecture == "llama" else Qwen3ForCausalLM(Qwen3Config(**shape))
+    model = (
+        LlamaForCausalLM(LlamaConfig(**shape)) if architecture == "llama" else Qwen3ForCausalLM(Qwen3Config(**shape))
+    )
     model.save_pretrained(str(folder))
     return folder

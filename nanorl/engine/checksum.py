@@ -1,4 +1,4 @@
-"""One checksum for both sides of a sync: SGLang's own on a CPU, so that its /weights_checker can be compared with too."""
+"""One checksum for both sides of a sync: SGLang's own on a CPU, so that its /weights_checker compares too."""
 
 import hashlib
 
@@ -11,4 +11,4 @@ def tensor_checksum(tensor: torch.Tensor) -> str:
     Source: sglang/srt/managers/mm_utils.py tensor_hash (0.5.23), on CPU tensors.
     """
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(memoryview(data)).digest()[:8].hex()
+    return hashlib.sha256(data.data).digest()[:8].hex()

@@ -1,6 +1,7 @@
-"""The engine's control plane: state, pause and continue, the weight session, rescoring. Synchronous, over one kept connection.
+"""The engine's control plane: state, pausing, the weight session, rescoring. Synchronous, one kept connection.
 
-Works against SGLang 0.5.17 and newer and nanorl's embedded engine alike; generation in bulk is `nanorl.engine.generation`.
+Works against SGLang 0.5.17 and newer and nanorl's embedded engine alike; generation in bulk is
+`nanorl.engine.generation`.
 """
 
 import time
@@ -130,7 +131,7 @@ class EngineClient:
     # Requests in flight
 
     def pause(self, mode: PauseMode) -> None:
-        """Stops generation. retract: running requests go back to the queue and go on later, recomputed under new weights."""
+        """Stops generation. retract: running requests wait in the queue, and go on later, recomputed by new weights."""
         self._http.call_ok("POST", "/pause_generation", {"mode": mode}, repeatable=True)
 
     def continue_(self) -> None:
@@ -139,7 +140,9 @@ class EngineClient:
 
     def abort(self, rid: str | None = None) -> None:
         """Ends one request, or all: each answers with what it has and finish_reason abort."""
-        self._http.call_ok("POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid}, repeatable=True)
+        self._http.call_ok(
+            "POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid}, repeatable=True
+        )
 
     def flush_cache(self) -> None:
         """Drops all cached keys and values, so that nothing computed by old weights is read again.
@@ -147,15 +150,16 @@ class EngineClient:
         Raises:
             EngineError: requests kept running for as long as the back-off lasts; with the engine's queue lengths.
         """
-        for wait_s in (*FLUSH_WAITS_S, None):
+        refusal = ""
+        for wait_s in (0.0, *FLUSH_WAITS_S):
+            time.sleep(wait_s)
             response = self._http.call("POST", "/flush_cache", {}, repeatable=True)
             if response.ok:
                 return
-            if wait_s is not None:
-                time.sleep(wait_s)
+            refusal = error_message(response.content)
         raise EngineError(
-            f"{self.url}/flush_cache: refused {len(FLUSH_WAITS_S) + 1} times over {sum(FLUSH_WAITS_S):.1f} s, because requests "
-            f"still run ({self.queue_lengths()}). It said: {error_message(response.content)}. "
+            f"{self.url}/flush_cache: refused {len(FLUSH_WAITS_S) + 1} times over {sum(FLUSH_WAITS_S):.1f} s, because "
+            f"requests still run ({self.queue_lengths()}). It said: {refusal} "
             "Pause with mode retract, or wait for the requests to end."
         )
 
@@ -192,13 +196,15 @@ class EngineClient:
         answer = self._http.decode(response, _CheckerAnswer)
         if not answer.success or len(answer.ranks) != 1:
             raise EngineError(
-                f"{self.url}/weights_checker: expected the checksums of one rank, got {len(answer.ranks)} ranks: {answer.message}"
+                f"{self.url}/weights_checker: expected checksums of one rank, got {len(answer.ranks)}: {answer.message}"
             )
         return answer.ranks[0].checksums
 
     # Scoring
 
-    def score(self, sequences: Sequence[Sequence[int]], prompt_lens: Sequence[int], temperature: float) -> list[list[float]]:
+    def score(
+        self, sequences: Sequence[Sequence[int]], prompt_lens: Sequence[int], temperature: float
+    ) -> list[list[float]]:
         """Prefill rescoring: logprobs (nats) of the tokens after each prompt, of logits / temperature, nothing sampled.
 
         The cache is flushed first, so that every key and value comes from the weights of now.
@@ -222,7 +228,7 @@ class EngineClient:
         entries = answer.meta_info.input_token_logprobs[-num_scored:] if num_scored else []
         if [entry[1] for entry in entries] != list(token_ids[prompt_len:]):
             raise EngineError(
-                f"{self.url}/generate: expected input_token_logprobs of {num_scored} tokens from position {prompt_len}, "
+                f"{self.url}/generate: expected input_token_logprobs of {num_scored} tokens from {prompt_len} on, "
                 f"got {len(entries)} for other ids"
             )
         return [float(entry[0]) for entry in entries if entry[0] is not None]

@@ -16,7 +16,7 @@ RETRY_WAITS_S = (0.1, 0.4, 1.6)
 
 
 def error_message(body: bytes) -> str:
-    """What an engine says went wrong: `{"error": {"message"}}`, `{"success": false, "message"}`, `{"detail"}` or the text."""
+    """What an engine says went wrong, out of `{"error": {"message"}}`, `{"message"}`, `{"detail"}` or plain text."""
     try:
         decoded: Any = msgspec.json.decode(body)
     except msgspec.DecodeError:
@@ -32,8 +32,8 @@ def error_message(body: bytes) -> str:
 class HttpConnection:
     """A kept connection to one engine. Not for several threads at once: each makes its own.
 
-    A call is repeated after a refused connection (nothing was processed), and after any transport fault where the caller
-    says that doing it twice is harmless. Everything else is raised at once.
+    A call is repeated after a refused connection (nothing was processed), and after any transport fault where the
+    caller says that doing it twice is harmless. Everything else is raised at once.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
@@ -79,9 +79,8 @@ class HttpConnection:
         """
         response = self.call(method, path, body, repeatable=repeatable, timeout_s=timeout_s)
         if not response.ok:
-            raise EngineError(
-                f"{method} {self.url}{path}: expected 200, got {response.status_code}: {error_message(response.content)}"
-            )
+            came = f"{response.status_code}: {error_message(response.content)}"
+            raise EngineError(f"{method} {self.url}{path}: expected 200, got {came}")
         return response
 
     def decode(self, response: requests.Response, answer: type[T]) -> T:

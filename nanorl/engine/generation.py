@@ -1,7 +1,7 @@
 """Many generations in flight: asynchronous, over httpx, decoded with msgspec.
 
-A request that the engine refuses (a prompt that is too long) is a Completion with finish_reason "error": the others of its
-batch go on. An engine that doesn't answer at all is an EngineError.
+A request that the engine refuses (a prompt that is too long) is a Completion with finish_reason "error": the others of
+its batch go on. An engine that doesn't answer at all is an EngineError.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ class _Refusal:
 class GenerationClient:
     """One engine, seen from the rollout. Belongs to the event loop that first uses it.
 
-    Generation has no effect on the engine, so every transport fault may be retried; a request with a seed gives the same
-    tokens again.
+    Generation has no effect on the engine, so every transport fault may be retried; a request with a seed gives the
+    same tokens again.
 
     Args:
         url: where the engine listens.
@@ -86,7 +86,9 @@ class GenerationClient:
                 for ids, params in zip(prompt_ids, sampling, strict=True)
             ]
             return list(await asyncio.gather(*(self._generate_one(single) for single in singles)))
-        completions = iter(to_completion(answer) for answer in self._checked(answers, sum(params.n for params in sampling)))
+        completions = iter(
+            to_completion(answer) for answer in self._checked(answers, sum(params.n for params in sampling))
+        )
         return [[next(completions) for _ in range(params.n)] for params in sampling]
 
     async def _generate_one(self, request: GenerateRequest) -> list[Completion]:
@@ -119,7 +121,7 @@ class GenerationClient:
             except (httpx.ReadTimeout, httpx.WriteTimeout):
                 # Repeating would wait as long again for an engine that is most likely hung.
                 raise EngineError(
-                    f"{self.url}/generate: no answer within {self.timeout_s:g} s. The engine is hung, paused or overloaded."
+                    f"{self.url}/generate: no answer within {self.timeout_s:g} s. It is hung, paused or overloaded."
                 ) from None
             except httpx.TransportError as error:
                 fault = f"{type(error).__name__}: {error}"

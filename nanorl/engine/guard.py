@@ -1,8 +1,8 @@
 """Runs one command and never leaves it behind: `python guard.py -- COMMAND ...`. Standard library only.
 
-The parent holds the other end of stdin. When that closes (the parent stopped, crashed or was killed -9), or on SIGTERM, SIGINT
-or SIGHUP, the command's whole process group gets SIGTERM and, after a grace of 5 s, SIGKILL. The exit code is the command's.
-Killing the guard itself kills the command (Linux: PR_SET_PDEATHSIG).
+The parent holds the other end of stdin. When that closes (the parent stopped, crashed or was killed -9), or on SIGTERM,
+SIGINT or SIGHUP, the command's whole process group gets SIGTERM and, after a grace of 5 s, SIGKILL. The exit code is
+the command's. Killing the guard itself kills the command (Linux: PR_SET_PDEATHSIG).
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 GRACE_S = 5.0
 _PARENT_POLL_S = 1.0
@@ -38,7 +39,8 @@ def _wait(child: "subprocess.Popen[bytes]", wakeup_fd: int, parent: int) -> None
         readable, _, _ = select.select([0, wakeup_fd], [], [], _PARENT_POLL_S)
         if wakeup_fd in readable:
             os.read(wakeup_fd, 512)
-        # A worker that the parent forked may hold the pipe open after the parent's death: ask for the parent itself too.
+        # A worker that the parent forked may hold the pipe open after the parent's death: ask for the parent itself
+        # too.
         if (0 in readable and not os.read(0, 512)) or os.getppid() != parent:
             return
 
@@ -46,10 +48,10 @@ def _wait(child: "subprocess.Popen[bytes]", wakeup_fd: int, parent: int) -> None
 def _children() -> list[int]:
     """Direct children of the guard; as a subreaper it inherits every orphan below it (Linux)."""
     try:
-        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
-            return [int(pid) for pid in file.read().split()]
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii")
     except OSError:
         return []
+    return [int(pid) for pid in children.split()]
 
 
 def _signal_all(group: int, number: int) -> None:
@@ -103,8 +105,9 @@ def main(argv: list[str]) -> int:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    # Everything else that is inheritable (a listening socket) is meant for the command; preexec_fn is safe without threads.
-    child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, close_fds=False, preexec_fn=_die_with_guard)  # noqa: PLW1509, S603
+    # Everything else that is inheritable (a listening socket) is meant for the command; preexec_fn is safe without
+    # threads.
+    child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, close_fds=False, preexec_fn=_die_with_guard)  # noqa: PLW1509
     # The guard's own copy of the listening socket would keep the port open after the command died.
     os.closerange(3, min(reader, writer))
     os.closerange(max(reader, writer) + 1, 4096)

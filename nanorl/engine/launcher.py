@@ -1,7 +1,7 @@
 """Starts an engine as a child that is never left behind: Ctrl-C, SIGTERM, an exception, kill -9 of this process.
 
-Generic over the command: nanorl's embedded engine inherits a socket that is already listening, so its port can't be raced
-for; SGLang, which opens its own, gets a port number.
+Generic over the command: nanorl's embedded engine inherits a socket that is already listening, so its port can't be
+raced for; SGLang, which opens its own, gets a port number.
 """
 
 import contextlib
@@ -25,8 +25,7 @@ _CAUSES: Sequence[tuple[str, str]] = (
     (r"out of memory|OutOfMemory|MemoryError|Cannot allocate memory|not enough memory", "not enough memory"),
     (r"ModuleNotFoundError|ImportError|undefined symbol", "a package is missing or of the wrong version"),
     (
-        r"RepositoryNotFound|does not appear to have a file|Can't load|not a valid model|OSError: .* is not a local folder"
-        r"|Unrecognized model|No such file or directory: .*config\.json|ModelError",
+        r"RepositoryNotFound|not appear to have a file|Can't load|not a valid model|is not a local folder|Unrecognized",
         "the model can't be found or loaded",
     ),
 )
@@ -46,7 +45,8 @@ class EngineCommand:
 def embedded_engine(model: str | Path, *arguments: str, port: int = 0) -> EngineCommand:
     """The command of nanorl's own engine; further `arguments` as `python -m nanorl.engine.server --help` lists them."""
     return EngineCommand(
-        argv=(sys.executable, "-m", "nanorl.engine.server", "--model", str(model), "--fd", "{fd}", *arguments), port=port
+        argv=(sys.executable, "-m", "nanorl.engine.server", "--model", str(model), "--fd", "{fd}", *arguments),
+        port=port,
     )
 
 
@@ -59,7 +59,8 @@ class EngineProcess:
         ready_timeout_s: how long loading the model may take.
 
     Raises:
-        EngineError: the port is taken, the command died (with the tail of its log and the likely cause), or no answer in time.
+        EngineError: the port is taken, the command died (with the tail of its log and the likely cause), or no answer
+            in time.
     """
 
     def __init__(self, command: EngineCommand, *, log_path: Path | None = None, ready_timeout_s: float = 300.0) -> None:
@@ -92,7 +93,7 @@ class EngineProcess:
         self.stop()
 
     def start(self) -> ModelInfo:
-        """Starts the command and waits until it answers /model_info. Raises: EngineError, and nothing is left running."""
+        """Starts the command and waits until it answers /model_info. Raises: EngineError; nothing is left running."""
         try:
             self._spawn()
             with EngineClient(self.url, timeout_s=5.0) as client:
@@ -115,7 +116,9 @@ class EngineProcess:
         """Raises: EngineError when the engine has died, with the tail of its log and the likely cause."""
         code = self.poll()
         if code is not None:
-            raise EngineError(f"The engine {self.url} ended with exit code {code}: {self._cause(code)}.\n{self._log_tail()}")
+            raise EngineError(
+                f"The engine {self.url} ended with exit code {code}: {self._cause(code)}.\n{self._log_tail()}"
+            )
 
     def restart(self) -> ModelInfo:
         """Stops what is left and starts again at the same URL, with the model's weights as they are on disk."""
@@ -143,7 +146,13 @@ class EngineProcess:
                 listener.close()
             words = {"{port}": str(self._port), "{fd}": str(listener.fileno())}
             self._process = subprocess.Popen(
-                [sys.executable, "-I", guard.__file__, "--", *(_fill(argument, words) for argument in self._command.argv)],
+                [
+                    sys.executable,
+                    "-I",
+                    guard.__file__,
+                    "--",
+                    *(_fill(argument, words) for argument in self._command.argv),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -1,6 +1,6 @@
-"""Listening sockets on this machine: bound by the launcher itself, so that no other process can take the port in between."""
+"""Listening sockets on this machine: bound by the launcher itself, so that nobody else can take the port."""
 
-import os
+import contextlib
 import socket
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def port_holder(port: int) -> str | None:
         return None
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if any(os.readlink(fd) in inodes for fd in (process / "fd").iterdir()):
+            if any(str(fd.readlink()) in inodes for fd in (process / "fd").iterdir()):
                 command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
                 return f"process {process.name} ({command[:120]})"
         except OSError:  # gone by now, or another user's
@@ -48,13 +48,8 @@ def port_holder(port: int) -> str | None:
 
 def _listening_inodes(port: int) -> list[str]:
     """Inodes of sockets in state LISTEN (0A) on a port, IPv4 and IPv6."""
-    found: list[str] = []
+    rows: list[list[str]] = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            lines = Path(table).read_text(encoding="ascii").splitlines()[1:]
-        except OSError:
-            continue
-        for fields in (line.split() for line in lines):
-            if fields[3] == "0A" and int(fields[1].rsplit(":", 1)[1], 16) == port:
-                found.append(fields[9])
-    return found
+        with contextlib.suppress(OSError):
+            rows += [line.split() for line in Path(table).read_text(encoding="ascii").splitlines()[1:]]
+    return [row[9] for row in rows if row[3] == "0A" and int(row[1].rsplit(":", 1)[1], 16) == port]

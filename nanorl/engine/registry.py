@@ -1,7 +1,7 @@
 """Which engines run on this machine, and which run holds which: small JSON files under the user's state folder.
 
-`nanorl serve` leaves a file per server, so that other commands find it; a run that uses a server it doesn't own leases it, so
-that two trainers never update one engine by turns. Files of dead processes are removed by whoever reads them.
+`nanorl serve` leaves a file per server, so that other commands find it; a run that uses a server it doesn't own leases
+it, so that two trainers never update one engine by turns. Files of dead processes are removed by whoever reads them.
 """
 
 import contextlib
@@ -69,7 +69,9 @@ def state_folder() -> Path:
 @contextlib.contextmanager
 def register_server(url: str, model: str, engine: str) -> Iterator[ServerRecord]:
     """Makes a running server findable for as long as the block lasts."""
-    record = ServerRecord(url=url, model=_canonical(model), engine=engine, process=ProcessMark.here(), started_at=time.time())
+    record = ServerRecord(
+        url=url, model=_canonical(model), engine=engine, process=ProcessMark.here(), started_at=time.time()
+    )
     path = state_folder() / "servers" / f"{os.getpid()}.json"
     _write(path, record)
     try:
@@ -118,8 +120,8 @@ def acquire_lease(url: str, owner: str, *, take_over: bool = False) -> Iterator[
         held = _read(path, Lease)
         if held is not None and not take_over:
             raise EngineError(
-                f"The engine {url} is used by another run: {held.owner} (process {held.process.pid}). Two trainers would overwrite "
-                "each other's weights. Use another engine, wait, or pass --take-over."
+                f"The engine {url} is used by another run: {held.owner} (process {held.process.pid}). Two trainers "
+                "would overwrite each other's weights. Use another engine, wait, or pass --take-over."
             )
         _write(path, lease)
     try:
@@ -135,7 +137,9 @@ def check_lease(lease: Lease) -> None:
     held = _read(_lease_path(lease.url), Lease)
     if held != lease:
         who = f"{held.owner} (process {held.process.pid})" if held else "somebody who removed the lease"
-        raise EngineError(f"The engine {lease.url} was taken over by {who}; this run can't go on with another run's weights.")
+        raise EngineError(
+            f"The engine {lease.url} was taken over by {who}; this run can't go on with another run's weights."
+        )
 
 
 def _lease_path(url: str) -> Path:
@@ -169,7 +173,9 @@ def _write(path: Path, record: ServerRecord | Lease) -> None:
         partial.write_bytes(msgspec.json.encode(record))
         partial.replace(path)
     except OSError as error:
-        raise NanoRLError(f"Can't write {path}: {error}. Set XDG_STATE_HOME to a folder that this user may write.") from None
+        raise NanoRLError(
+            f"Can't write {path}: {error}. Set XDG_STATE_HOME to a folder that this user may write."
+        ) from None
 
 
 def _canonical(model: str) -> str:

@@ -1,9 +1,9 @@
 """Named shared memory that torch in another process can open, without torch's own sharing daemon.
 
-torch would start a `torch_shm_manager`, which outlives us for as long as any engine that once opened a buffer lives, holding our
-stdout open (`nanorl train | tee log` would never end). So the memory is made here, in the layout that torch's readers expect:
-64 bytes whose first int32 counts references, then the data. The count starts so high that no reader ever unlinks the name; we
-do, and after a kill -9 the standard library's resource tracker does.
+torch would start a `torch_shm_manager`, which outlives us for as long as any engine that once opened a buffer lives,
+holding our stdout open (`nanorl train | tee log` would never end). So the memory is made here, in the layout that
+torch's readers expect: 64 bytes whose first int32 counts references, then the data. The count starts so high that no
+reader ever unlinks the name; we do, and after a kill -9 the standard library's resource tracker does.
 
 Source: aten/src/ATen/MapAllocator.cpp (RefcountedMapAllocator), unchanged since torch 1.0.
 """
@@ -78,7 +78,7 @@ def open_shared_buffer(name: str, num_bytes: int) -> torch.UntypedStorage:
 
 def remove_stale_buffers() -> None:
     """Removes the buffers of dead processes: kill -9 of a whole process group takes the resource tracker along too."""
-    for path in Path("/dev/shm").glob(f"nanorl-{_pid_namespace()}-*"):  # noqa: S108 the one place where Linux keeps them
+    for path in Path("/dev/shm").glob(f"nanorl-{_pid_namespace()}-*"):
         match = re.fullmatch(r"nanorl-\d+-(\d+)-\d+", path.name)
         if match and not Path(f"/proc/{match[1]}").exists():
             _unlink(f"/{path.name}")
@@ -92,6 +92,6 @@ def _unlink(name: str) -> None:
 def _pid_namespace() -> int:
     """Containers may share /dev/shm but not process ids: only ids of our own namespace say who is dead."""
     try:
-        return os.stat("/proc/self/ns/pid").st_ino
+        return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
         return 0

@@ -1,7 +1,7 @@
-"""How a bucket of weights travels: a base64 pickle of a handle to shared memory (CPU) or CUDA IPC memory, never of the bytes.
+"""How a bucket of weights travels: a base64 pickle of a handle to shared or CUDA IPC memory, never of the bytes.
 
-SGLang's form: a ForkingPickler dump of `{"flattened_tensor": uint8 tensor, "metadata": [FlattenedTensorMetadata, ...]}`, the
-metadata class pickled by reference to SGLang's own module. Nothing here needs SGLang installed.
+SGLang's form: a ForkingPickler dump of `{"flattened_tensor": uint8 tensor, "metadata": [FlattenedTensorMetadata,
+...]}`, the metadata class pickled by reference to SGLang's own module. Nothing here needs SGLang installed.
 
 Source: sglang/srt/weight_sync/tensor_bucket.py, sglang/srt/utils/patch_torch.py (0.5.23).
 """
@@ -50,7 +50,9 @@ class FlattenedTensorMetadata:
 FlattenedTensorMetadata.__module__ = _METADATA_MODULE
 
 
-def serialize_bucket(flat: torch.Tensor, metadata: Sequence[FlattenedTensorMetadata], *, shared_name: str | None = None) -> str:
+def serialize_bucket(
+    flat: torch.Tensor, metadata: Sequence[FlattenedTensorMetadata], *, shared_name: str | None = None
+) -> str:
     """The bucket's handle as SGLang takes it; good for any number of readers, as long as `flat` lives.
 
     Args:
@@ -87,7 +89,9 @@ def deserialize_named_tensors(payload: str) -> list[tuple[str, torch.Tensor]]:
     """
     pairs = _load(payload)
     if not isinstance(pairs, list) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise WeightSyncError(f"Expected a list of (name, tensor), got {type(pairs).__name__}: was load_format forgotten?")
+        raise WeightSyncError(
+            f"Expected a list of (name, tensor), got {type(pairs).__name__}: was load_format forgotten?"
+        )
     return [(str(name), tensor) for name, tensor in pairs]
 
 
@@ -97,7 +101,9 @@ def _load(payload: str) -> Any:
     except WeightSyncError:
         raise
     except Exception as error:  # a pickle can fail in any way it likes: one catch-all at this boundary
-        raise WeightSyncError(f"Expected a base64 pickle of handles to tensors, got one that can't be opened: {error!r}") from error
+        raise WeightSyncError(
+            f"Expected a base64 pickle of handles to tensors, got one that can't be opened: {error!r}"
+        ) from error
 
 
 class _BucketPickler(ForkingPickler):
@@ -151,7 +157,7 @@ class _BucketUnpickler(pickle.Unpickler):
         raise WeightSyncError(f"A bucket of weights may not name {module}.{name}")
 
 
-def _rebuild_shared_storage(storage_class: type, manager: bytes, handle: bytes, num_bytes: int) -> torch.UntypedStorage:
+def _rebuild_shared_storage(storage_class: type, manager: bytes, handle: bytes, num_bytes: int) -> Any:
     """A nanorl buffer is opened without torch's daemon; other clients' buffers as torch does it."""
     if not manager:
         return open_shared_buffer(handle.decode(), num_bytes)
@@ -159,8 +165,8 @@ def _rebuild_shared_storage(storage_class: type, manager: bytes, handle: bytes, 
 
 
 def _reduce_cuda_tensor(tensor: torch.Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """As torch does it, but with the device's UUID: both sides may number their GPUs differently (CUDA_VISIBLE_DEVICES)."""
-    _, arguments = reductions.reduce_tensor(tensor)
+    """As torch does it, but with the device's UUID: both sides may number their GPUs differently."""
+    arguments: Any = reductions.reduce_tensor(tensor)[1]
     uuid = str(torch.cuda.get_device_properties(arguments[_CUDA_DEVICE_ARGUMENT]).uuid)
     named = (*arguments[:_CUDA_DEVICE_ARGUMENT], uuid, *arguments[_CUDA_DEVICE_ARGUMENT + 1 :])
     return _rebuild_cuda_tensor, named
@@ -173,9 +179,8 @@ def _rebuild_cuda_tensor(*arguments: Any) -> torch.Tensor:
         if device not in uuids:
             raise WeightSyncError(f"The weights lie on GPU {device}, which this process doesn't see; it sees {uuids}")
         device = uuids.index(device)
-    return reductions.rebuild_cuda_tensor(
-        *arguments[:_CUDA_DEVICE_ARGUMENT], device, *arguments[_CUDA_DEVICE_ARGUMENT + 1 :]
-    )
+    rebuild: Callable[..., torch.Tensor] = reductions.rebuild_cuda_tensor
+    return rebuild(*arguments[:_CUDA_DEVICE_ARGUMENT], device, *arguments[_CUDA_DEVICE_ARGUMENT + 1 :])
 
 
 _rebuild_cuda_tensor.__module__, _rebuild_cuda_tensor.__qualname__ = _REBUILD_CUDA
@@ -183,15 +188,16 @@ _rebuild_cuda_tensor.__module__, _rebuild_cuda_tensor.__qualname__ = _REBUILD_CU
 
 @contextlib.contextmanager
 def _sglang_names() -> Iterator[None]:
-    """While pickling, SGLang's module names lead to our twins: pickle checks that a global can be found under its name."""
+    """While pickling, SGLang's module names lead to our twins: pickle looks up each global that it names."""
     metadata, rebuild = types.ModuleType(_METADATA_MODULE), types.ModuleType(_REBUILD_CUDA[0])
     metadata.FlattenedTensorMetadata = FlattenedTensorMetadata  # type: ignore[attr-defined]
     setattr(rebuild, _REBUILD_CUDA[1], _rebuild_cuda_tensor)
     twins = {module.__name__: module for module in (metadata, rebuild)}
-    for name in list(twins):
-        while "." in name:
-            name = name.rpartition(".")[0]
-            twins.setdefault(name, types.ModuleType(name))
+    for path in list(twins):
+        parts = path.split(".")
+        for depth in range(1, len(parts)):
+            package = ".".join(parts[:depth])
+            twins.setdefault(package, types.ModuleType(package))
     before = {name: sys.modules.get(name) for name in twins}
     sys.modules.update(twins)
     try:

@@ -1,7 +1,7 @@
 """The order of a weight update, whatever carries it: pause, begin, send, end, flush, continue; and what it cost.
 
-Old-weight keys and values are never reused (running requests are retracted, the cache is flushed), every answer's `success`
-is read, and generation goes on afterwards whether or not the update worked.
+Old-weight keys and values are never reused (running requests are retracted, the cache is flushed), every answer's
+`success` is read, and generation goes on afterwards whether or not the update worked.
 """
 
 import contextlib
@@ -52,7 +52,17 @@ class SyncReport:
 
     def metrics(self) -> dict[str, float]:
         """The report as `sync/...` metrics."""
-        names = ("begin_ms", "copy_ms", "serialize_ms", "send_ms", "end_ms", "total_ms", "stalled_ms", "verify_ms", "num_bytes")
+        names = (
+            "begin_ms",
+            "copy_ms",
+            "serialize_ms",
+            "send_ms",
+            "end_ms",
+            "total_ms",
+            "stalled_ms",
+            "verify_ms",
+            "num_bytes",
+        )
         return {f"sync/{name}": getattr(self, name) for name in names}
 
 
@@ -98,8 +108,8 @@ class Stopwatch:
 def paused(client: EngineClient, watch: Stopwatch) -> Iterator[None]:
     """Pause (retract); the block replaces the weights; flush, continue. After a failure generation goes on too.
 
-    Retract, because running requests then go on after the update with keys and values computed anew, while abort would lose
-    them and in_place would mix two models in one cache.
+    Retract, because running requests then go on after the update with keys and values computed anew, while abort would
+    lose them and in_place would mix two models in one cache.
 
     Raises:
         EngineError: the engine doesn't answer, or refuses to flush.
@@ -120,7 +130,8 @@ def paused(client: EngineClient, watch: Stopwatch) -> Iterator[None]:
 
 @contextlib.contextmanager
 def weight_session(client: EngineClient, watch: Stopwatch) -> Iterator[None]:
-    """Begin; the block sends; end. The session is closed after a failure too. Nothing where the server knows no session.
+    """Begin; the block sends; end. The session is closed after a failure too. Nothing where the server knows no
+    session.
 
     Raises:
         WeightSyncError: the engine refused a step.
@@ -154,8 +165,9 @@ def _begin(client: EngineClient) -> None:
         client.begin_weight_update()
     except WeightSyncError as error:
         raise WeightSyncError(
-            f"{error}. Another trainer is updating this engine right now, or one that was killed left its session open: "
-            "use another engine, or close the session (POST /end_weight_update) once nobody updates."
+            f"{error}. Another trainer is updating this engine right now, or one that was killed left its session "
+            "open: use another engine, or, when nobody updates it, close the session: "
+            f"curl -X POST -H 'Content-Type: application/json' -d '{{}}' {client.url}/end_weight_update"
         ) from None
 
 

@@ -48,7 +48,8 @@ class FlatBucket:
         tensors: {name: tensor}, aliases dropped; their shapes and order are fixed from here on.
         dtype: what floating-point tensors are cast to on the way; None keeps each tensor's own.
         device: where the buffer lies: the engine's.
-        max_bytes: splits the tensors into several layouts over one buffer of at most so many bytes (a bigger tensor gets its own).
+        max_bytes: splits the tensors into several layouts over one buffer of at most so many bytes (a bigger tensor
+            gets its own).
     """
 
     def __init__(
@@ -67,7 +68,10 @@ class FlatBucket:
         self.buffer = self._shared.tensor if self._shared else torch.empty(size, dtype=torch.uint8, device=device)
         self._payloads: dict[int, str] = {}
         self.layouts = tuple(
-            Layout(tuple(metadata), tuple(self.buffer[m.start_idx : m.end_idx].view(m.dtype).view(m.shape) for m in metadata))
+            Layout(
+                tuple(metadata),
+                tuple(self.buffer[m.start_idx : m.end_idx].view(m.dtype).view(m.shape) for m in metadata),
+            )
             for metadata in placed
         )
 
@@ -100,7 +104,7 @@ class FlatBucket:
                 raise WeightSyncError(f"{m.name}: expected shape {list(m.shape)} as in the first sync, got {came}")
             sources.append(tensor)
         with torch.no_grad():
-            torch._foreach_copy_(list(layout.views), sources)
+            torch._foreach_copy_(list(layout.views), sources)  # pyright: ignore[reportPrivateImportUsage]
 
     def payload(self, index: int) -> str:
         """The serialized handle of layout `index`, made once."""

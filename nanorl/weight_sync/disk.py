@@ -19,7 +19,8 @@ class DiskSync:
 
     Args:
         client: the engine.
-        folder: where, under the run folder; both sides see it by this path. Each version's files are removed after the sync.
+        folder: where, under the run folder; both sides see it by this path. Each version's files are removed after the
+            sync.
         dtype: what floating-point tensors are saved as; None: what the engine says that it stores.
 
     Raises:

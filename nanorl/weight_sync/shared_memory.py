@@ -1,4 +1,5 @@
-"""The sync by handle: parameters are copied into one persistent bucket, of which the engine gets a handle, never the bytes.
+"""The sync by handle: parameters are copied into one persistent bucket, of which the engine gets a handle, never the
+bytes.
 
 Shared memory for an engine on this machine's CPU; `cuda_ipc` is the same with the bucket on a GPU.
 """

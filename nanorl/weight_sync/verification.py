@@ -47,8 +47,8 @@ def check_shapes(client: EngineClient, tensors: Tensors) -> None:
             faults.append(f"{name}: engine {_shown(theirs)}, trainer {_shown(ours)}")
     if faults:
         raise WeightSyncError(
-            f"The engine {client.url} serves {client.model_info().model_path}, another model than the trainer's; nothing was "
-            f"sent. {_listed(faults)}"
+            f"The engine {client.url} serves {client.model_info().model_path}, another model than the trainer's; "
+            f"nothing was sent. {_listed(faults)}"
         )
 
 
@@ -62,7 +62,11 @@ def check_first_values(client: EngineClient, tensors: Tensors, dtype: torch.dtyp
         WeightSyncError: the engine holds other values.
     """
     # SGLang cuts keys and values out of its fused parameter wrongly where head_dim isn't hidden_size / heads.
-    names = [n for n, t in tensors.items() if t.dim() and 0 < t.numel() <= _CHEAP_MAX_NUMEL and "k_proj" not in n and "v_proj" not in n]
+    names = [
+        n
+        for n, t in tensors.items()
+        if t.dim() and 0 < t.numel() <= _CHEAP_MAX_NUMEL and "k_proj" not in n and "v_proj" not in n
+    ]
     if not names:
         return False
     name = names[version % len(names)]
@@ -73,8 +77,8 @@ def check_first_values(client: EngineClient, tensors: Tensors, dtype: torch.dtyp
     expected: list[Any] = row.to(wire_dtype(row, dtype)).float().tolist()
     if held != expected:
         raise WeightSyncError(
-            f"After the sync of version {version} the engine {client.url} holds other values of {name} than the trainer: "
-            f"expected {str(expected)[:120]}, got {str(held)[:120]}"
+            f"After the sync of version {version} the engine {client.url} holds other values of {name} than the "
+            f"trainer: expected {str(expected)[:120]}, got {str(held)[:120]}"
         )
     return True
 
@@ -111,7 +115,7 @@ def _matches(parts: Sequence[torch.Tensor], dtype: torch.dtype | None, checksum:
 
 
 def _parts_of(held_name: str, tensors: Tensors) -> list[str]:
-    """The trainer's names behind one of the engine's: itself, the parts of a fused one, or none (the engine's own buffers)."""
+    """The trainer's names behind one of the engine's: itself, the parts of a fused one, or none."""
     if held_name in tensors:
         return [held_name]
     for fused, parts in _FUSED:
@@ -123,15 +127,17 @@ def _parts_of(held_name: str, tensors: Tensors) -> list[str]:
 
 def _engine_shapes(client: EngineClient) -> Shapes:
     """{Hugging Face name: shape} of the engine's model: as it tells, or as its model's configuration says."""
-    told: Any = client.server_info().get("parameters")
+    info: dict[str, Any] = client.server_info()
+    told = info.get("parameters")
     if told is not None:
         return {name: tuple(entry["shape"]) for name, entry in told.items()}
-    return dict(_configured_shapes(client.model_info().model_path))
+    # /model_info names the folder of the last update from disk; this one stays the model that was launched.
+    return dict(_configured_shapes(str(info.get("model_path"))))
 
 
 def _configured_shapes(model_path: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The shapes of a folder's or hub id's model without its weights; tied parameters once, persistent buffers included."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - seconds to import, and only SGLang needs it
+    """Shapes of a folder's or hub id's model, without loading it; tied parameters once, persistent buffers too."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(model_path)
@@ -139,7 +145,7 @@ def _configured_shapes(model_path: str) -> Iterator[tuple[str, tuple[int, ...]]]
             model = AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
         raise WeightSyncError(
-            f"Can't read the configuration of the engine's model {model_path!r}, so its shapes can't be compared: {error}"
+            f"Can't compare shapes: the configuration of the engine's model {model_path!r} can't be read: {error}"
         ) from None
     persistent = model.state_dict().keys()
     yield from ((name, tuple(p.shape)) for name, p in model.named_parameters())

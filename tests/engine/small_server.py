@@ -1,7 +1,7 @@
 """A command for the launcher's own tests: answers /model_info on an inherited socket, or misbehaves as asked.
 
-The launcher is generic over commands; what it must survive (a command that ignores SIGTERM, that dies while loading, that
-leaves grandchildren) is not something a well-behaved engine does.
+The launcher is generic over commands; what it must survive (a command that ignores SIGTERM, that dies while loading,
+that leaves grandchildren) is not something a well-behaved engine does.
 """
 
 import http.server
@@ -31,7 +31,7 @@ if __name__ == "__main__":
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if behaviour == "family":  # a grandchild in a session of its own, which ignores SIGTERM
-        code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('grandchild up', flush=True); time.sleep(600)"
+        code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('it is up', flush=True); time.sleep(600)"
         child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
         print(f"grandchild {child.pid}", flush=True)
     server = http.server.HTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)

@@ -105,7 +105,8 @@ def test_prefill_rescoring_equals_what_was_sampled(client: EngineClient) -> None
 
 
 def test_a_bad_prompt_fails_alone(client: EngineClient) -> None:
-    """prime-rl 1986, trl 3698: a prompt beyond the context is an error of its own, neither cut nor fatal to the batch."""
+    """prime-rl 1986, trl 3698: a prompt beyond the context is an error of its own, neither cut nor fatal to the
+    batch."""
     (bad,), (good,) = sample(client.url, [[5] * 600, [5, 6]], [SamplingParams(max_new_tokens=2)] * 2)
     assert (bad.finish_reason, bad.token_ids) == ("error", ())
     assert bad.error is not None
@@ -114,7 +115,9 @@ def test_a_bad_prompt_fails_alone(client: EngineClient) -> None:
 
 
 def test_many_requests_in_flight(client: EngineClient) -> None:
-    request = GenerateRequest(input_ids=[5, 6], sampling_params=SamplingParams(max_new_tokens=4, n=2), return_logprob=True)
+    request = GenerateRequest(
+        input_ids=[5, 6], sampling_params=SamplingParams(max_new_tokens=4, n=2), return_logprob=True
+    )
 
     async def run() -> list[Completion]:
         async with GenerationClient(client.url) as generation:
@@ -124,7 +127,7 @@ def test_many_requests_in_flight(client: EngineClient) -> None:
 
 
 def test_session_refusals_carry_the_engines_message(client: EngineClient) -> None:
-    with pytest.raises(WeightSyncError, match="end_weight_update.*no weight-update session is open"):
+    with pytest.raises(WeightSyncError, match=r"end_weight_update.*no weight-update session is open"):
         client.end_weight_update()
     client.begin_weight_update()
     try:
@@ -138,7 +141,9 @@ def test_update_outside_a_session_is_refused(client: EngineClient, engine: Runni
     if not engine.is_embedded:
         pytest.skip("SGLang opens the payload before it asks for the session: a bad one would kill it")
     with pytest.raises(WeightSyncError, match="begin_weight_update"):
-        client.update_from_tensor(WeightUpdateFromTensor(serialized_named_tensors=["AAAA"], load_format="flattened_bucket"))
+        client.update_from_tensor(
+            WeightUpdateFromTensor(serialized_named_tensors=["AAAA"], load_format="flattened_bucket")
+        )
 
 
 def test_pause_holds_requests_and_continue_answers_them(client: EngineClient) -> None:
@@ -171,7 +176,9 @@ def test_abort_answers_with_what_there_is(client: EngineClient) -> None:
     assert len(completion.logprobs) == len(completion.token_ids) < 400
 
 
-def test_flush_refused_while_requests_run_names_the_queues(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flush_refused_while_requests_run_names_the_queues(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """sglang 33783, AReaL 140: bounded retries, then an error with the queue lengths."""
     monkeypatch.setattr("nanorl.engine.client.FLUSH_WAITS_S", (0.01, 0.01))
     long = SamplingParams(max_new_tokens=450, ignore_eos=True)

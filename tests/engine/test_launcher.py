@@ -101,7 +101,7 @@ def test_grandchildren_in_other_sessions_go_too(tmp_path: Path) -> None:
     """AReaL 622, prime-rl 2158: an engine's workers outlive it."""
     with EngineProcess(command("family"), log_path=tmp_path / "engine.log") as engine:
         grandchild = int(engine.log_path.read_text().split("grandchild ")[1].split()[0])
-        while "grandchild up" not in engine.log_path.read_text():
+        while "it is up" not in engine.log_path.read_text():
             time.sleep(0.05)
         assert is_running(grandchild)
     wait_gone([grandchild], within_s=10.0)
@@ -126,7 +126,8 @@ def test_later_death_is_seen_and_restart_keeps_the_url(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("killed", ["SIGKILL", "SIGTERM", "SIGINT", "guard"])
 def test_nothing_outlives_the_parent(killed: str, tmp_path: Path) -> None:
-    """AReaL 622, prime-rl 2158: after Ctrl-C or kill -9 of the parent no child is left and the port is free within 10 s."""
+    """AReaL 622, prime-rl 2158: after Ctrl-C or kill -9 of the parent no child is left and the port is free within 10
+    s."""
     code = (
         "import os, sys, time\n"
         "from nanorl.engine.launcher import EngineCommand, EngineProcess\n"

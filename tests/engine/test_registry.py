@@ -21,7 +21,9 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_another_process(code: str) -> str:
     imports = "import os, sys\nfrom nanorl.engine.registry import *\n"
-    done = subprocess.run([sys.executable, "-c", imports + code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", imports + code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode in (0, -9), done.stderr
     return done.stdout
 
@@ -47,7 +49,10 @@ def test_a_registered_server_that_does_not_answer_is_not_used(tmp_path: Path) ->
 
 
 def test_files_of_dead_servers_are_removed(tmp_path: Path) -> None:
-    in_another_process(f"held = register_server('http://127.0.0.1:9', {str(tmp_path)!r}, 'torch')\nheld.__enter__()\nos.kill(os.getpid(), 9)")
+    in_another_process(
+        f"held = register_server('http://127.0.0.1:9', {str(tmp_path)!r}, 'torch')\n"
+        "held.__enter__()\nos.kill(os.getpid(), 9)"
+    )
     (state_folder() / "servers" / "7.json").write_text("half writ")
     assert len(list((state_folder() / "servers").glob("*.json"))) == 2
     assert live_servers() == []
@@ -57,7 +62,8 @@ def test_files_of_dead_servers_are_removed(tmp_path: Path) -> None:
 def test_second_run_is_refused_and_told_who_holds_the_engine() -> None:
     with acquire_lease("http://localhost:30000", "runs/first") as lease:
         said = in_another_process(
-            "try:\n  acquire_lease('http://127.0.0.1:30000', 'runs/second').__enter__()\nexcept Exception as e: print(type(e).__name__, e)"
+            "try:\n  acquire_lease('http://127.0.0.1:30000', 'runs/second').__enter__()\n"
+            "except Exception as e: print(type(e).__name__, e)"
         )
         assert said.startswith("EngineError")
         assert "runs/first" in said
@@ -65,7 +71,10 @@ def test_second_run_is_refused_and_told_who_holds_the_engine() -> None:
         with acquire_lease("http://127.0.0.1:30001", "runs/first"):
             pass
         check_lease(lease)
-    assert in_another_process("with acquire_lease('http://127.0.0.1:30000', 'runs/second'): print('mine')").strip() == "mine"
+    assert (
+        in_another_process("with acquire_lease('http://127.0.0.1:30000', 'runs/second'): print('mine')").strip()
+        == "mine"
+    )
 
 
 def test_take_over_ends_the_first_lease_and_survives_its_release() -> None:
@@ -81,7 +90,9 @@ def test_take_over_ends_the_first_lease_and_survives_its_release() -> None:
 
 
 def test_lease_of_a_killed_run_is_free() -> None:
-    in_another_process("held = acquire_lease('http://127.0.0.1:30000', 'runs/dead')\nheld.__enter__()\nos.kill(os.getpid(), 9)")
+    in_another_process(
+        "held = acquire_lease('http://127.0.0.1:30000', 'runs/dead')\nheld.__enter__()\nos.kill(os.getpid(), 9)"
+    )
     (path,) = (state_folder() / "leases").glob("*.json")
     assert msgspec.json.decode(path.read_bytes())["owner"] == "runs/dead"
     with acquire_lease("http://127.0.0.1:30000", "runs/next") as lease:

@@ -55,7 +55,9 @@ def test_plain_torch_in_another_process_opens_it_again_and_again() -> None:
         "    print(bucket['flattened_tensor'].view(torch.float32).tolist(), bucket['metadata'][0].name)\n"
         "    del bucket\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, payload], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, payload], capture_output=True, text=True, timeout=100, check=False
+    )
     assert done.stdout.splitlines() == ["[0.0, 1.0, 2.0, 3.0] w"] * 5, done.stderr
     buffer.close()
 
@@ -90,8 +92,10 @@ def test_names_never_meet_and_go_with_their_buffers() -> None:
 
 
 def test_no_shared_memory_outlives_a_killed_process() -> None:
-    code = "import os; from nanorl.engine.shared_buffer import SharedBuffer; b = SharedBuffer(9); print(1, flush=True); os.pause = input()"
-    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    code = "from nanorl.engine.shared_buffer import SharedBuffer; b = SharedBuffer(9); print(1, flush=True); input()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
     assert child.stdout is not None
     child.stdout.readline()
     assert len(buffers_of(child.pid)) == 1
@@ -105,8 +109,10 @@ def test_no_shared_memory_outlives_a_killed_process() -> None:
 
 def test_stale_buffers_of_dead_processes_are_removed() -> None:
     """verl 6246: a run that was killed with its whole group left its memory behind."""
-    done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
-    namespace = os.stat("/proc/self/ns/pid").st_ino
+    done = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
+    )
+    namespace = Path("/proc/self/ns/pid").stat().st_ino
     stale, foreign = (Path(f"/dev/shm/nanorl-{n}-{done.stdout.strip()}-0") for n in (namespace, namespace + 1))
     stale.write_bytes(b"")
     foreign.write_bytes(b"")

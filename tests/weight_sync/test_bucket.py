@@ -74,7 +74,9 @@ def test_splits_by_bytes_over_one_buffer() -> None:
 
 def test_tied_tensors_go_once_under_the_first_name() -> None:
     embedding = torch.nn.Parameter(torch.randn(4, 3))
-    kept = drop_aliases([("embed", embedding), ("head", embedding), ("half", embedding[:2]), ("copy", embedding.clone())])
+    kept = drop_aliases(
+        [("embed", embedding), ("head", embedding), ("half", embedding[:2]), ("copy", embedding.clone())]
+    )
     assert list(kept) == ["embed", "half", "copy"]
     assert not kept["embed"].requires_grad
 
@@ -83,7 +85,7 @@ def test_changed_shape_or_missing_tensor_is_named() -> None:
     bucket = FlatBucket({"a": torch.zeros(4)}, dtype=None, device=CPU)
     with pytest.raises(WeightSyncError, match=r"a: expected shape \[4\].*got \[5\]"):
         bucket.fill(bucket.layouts[0], {"a": torch.zeros(5)})
-    with pytest.raises(WeightSyncError, match="a: expected shape .* got nothing"):
+    with pytest.raises(WeightSyncError, match=r"a: expected shape .* got nothing"):
         bucket.fill(bucket.layouts[0], {"b": torch.zeros(4)})
     with pytest.raises(WeightSyncError, match="no tensor to send"):
         FlatBucket({}, dtype=None, device=CPU)
