@@ -8,7 +8,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export PYTHON
 
-.PHONY: demo test check lint format setup setup-dev clean
+.PHONY: demo test check lint lint-format lint-code lint-imports lint-types format setup setup-dev clean
 .NOTPARALLEL:
 
 demo: setup  ## the closed loop: the tiny model learns arithmetic
@@ -19,10 +19,19 @@ test: setup-dev  ## all tests that this machine can run, with the coverage floor
 
 check: lint test  ## what CI runs
 
-lint: setup-dev  ## the checks that run no test
+lint: setup-dev  ## the checks that run no test; all of them, whichever fails
+	@$(MAKE) --no-print-directory --keep-going lint-format lint-code lint-imports lint-types
+
+lint-format:
 	$(BIN)/python -m ruff format --check --output-format concise .
+
+lint-code:
 	$(BIN)/python -m ruff check .
+
+lint-imports:
 	$(BIN)/lint-imports
+
+lint-types:
 	$(BIN)/python -m pyright --pythonpath $(BIN)/python
 
 format: setup-dev  ## mends what can be mended

@@ -15,7 +15,8 @@ cpu_index="https://download.pytorch.org/whl/cpu"
 
 say() { printf '==> %s\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
-pip() { "$python" -m pip --disable-pip-version-check "$@"; }
+# Without compiling: Python does that at the first import, and only for what is used.
+pip_install() { "$python" -m pip --disable-pip-version-check install --no-compile "$@"; }
 
 find_python() {
     local candidate
@@ -44,15 +45,15 @@ install_torch() {
         say "torch: kept as it is"
     elif [ -n "${NANORL_TORCH:-}" ]; then
         say "torch: $NANORL_TORCH, as NANORL_TORCH says"
-        pip install "$NANORL_TORCH"
+        pip_install "$NANORL_TORCH"
     elif [ "$(uname -s)" != Linux ] || has_gpu; then
         say "torch: pip's own choice, which fits this machine; it comes with the project"
     elif finds_cpu_build; then
         say "torch: no NVIDIA GPU here, so the CPU build that pip is configured for"
-        pip install "$cpu_torch"
+        pip_install "$cpu_torch"
     elif finds_cpu_build --index-url "$cpu_index"; then
         say "torch: no NVIDIA GPU here, so the CPU build from $cpu_index"
-        pip install --index-url "$cpu_index" "$cpu_torch"
+        pip_install --index-url "$cpu_index" "$cpu_torch"
     else
         say "torch: warning: no CPU build found; pip's own choice may be a CUDA build of several GB."
         say "       Stop with Ctrl-C and name another one if you can: NANORL_TORCH='torch @ file:///path/to/wheel' make ..."
@@ -71,11 +72,11 @@ if ! "$python" -m pip --version >/dev/null 2>&1; then
     base=$(find_python)
     "$base" -m venv "$venv" || fail "$base -m venv failed; on Debian and Ubuntu: apt install python3-venv"
 fi
-pip install --quiet --upgrade pip # an old pip fetches whole wheels where it only needs their metadata
+pip_install --quiet --upgrade pip # an old pip fetches whole wheels where it only needs their metadata
 say "[2/3] torch"
 install_torch
 say "[3/3] nanorl and what it needs${extra:+, with the $extra tools}"
-pip install --editable ".${extra:+[$extra]}"
+pip_install --editable ".${extra:+[$extra]}"
 
 rm -f "$venv"/nanorl-setup-*
 touch "$(stamp)" "$(stamp "$extra")" # an extra holds everything that the plain set-up does
