@@ -46,6 +46,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
+TOKENIZER_EXAMPLES = 3000
+
 TINY_RECIPE = Recipe()
 RANDOM = Recipe(warm_start=None)
 
@@ -72,14 +74,24 @@ def build_tiny(folder: Path, recipe: Recipe, on_progress: Progress = lambda *_: 
         on_progress: called with (done, total) warm-start steps.
     """
     num_examples = recipe.warm_start.num_examples if recipe.warm_start else 0
-    demonstrations = draw_demonstrations(max(num_examples, 3000), recipe.seed)
-    tokenizer = train_tokenizer(_texts(demonstrations[:3000]), recipe.shape.vocab_size, recipe.shape.max_length)
+    demonstrations = draw_demonstrations(max(num_examples, TOKENIZER_EXAMPLES), recipe.seed)
+    tokenizer = train_recipe_tokenizer(recipe, demonstrations)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model = Qwen3ForCausalLM(_config(recipe.shape, len(tokenizer)))
     if recipe.warm_start:
         train_on(model, encode(tokenizer, demonstrations[:num_examples]), recipe.warm_start, on_progress)
     save(folder, model, tokenizer)
+
+
+def train_recipe_tokenizer(recipe: Recipe, demonstrations: Sequence[Demonstration]) -> PreTrainedTokenizerFast:
+    """Learns from the parts that are encoded apart, so that no token spans two of them."""
+    texts = [
+        text
+        for d in demonstrations[:TOKENIZER_EXAMPLES]
+        for text in (f"user\n{d.question}", "\n", "assistant\n", d.answer)
+    ]
+    return train_tokenizer(texts, recipe.shape.vocab_size, recipe.shape.max_length)
 
 
 def build_random(folder: Path, seed: int = 0, *, tied: bool = True) -> Path:
@@ -135,11 +147,6 @@ def _config(shape: Shape, vocab_size: int) -> Qwen3Config:
         bos_token_id=None,
         dtype="float32",
     )
-
-
-def _texts(demonstrations: Sequence[Demonstration]) -> list[str]:
-    """What the tokenizer learns: the parts that are encoded apart, so that no token spans two of them."""
-    return [text for d in demonstrations for text in (f"user\n{d.question}", "\n", "assistant\n", d.answer)]
 
 
 def _render(tokenizer: PreTrainedTokenizerFast, content: str) -> str:

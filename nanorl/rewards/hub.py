@@ -132,7 +132,7 @@ class _Worker:
         command = [sys.executable, "-m", "nanorl.rewards.worker", self._function_path, str(theirs.fileno())]
         # The function's prints go to stderr: stdout is the program's own.
         self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=sys.stderr, pass_fds=[theirs.fileno()]
+            command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()]
         )
         theirs.close()
         try:
