@@ -66,33 +66,36 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     Returns:
         ([B] int64 token ids, [B] float32 logprobs in nats; NaN where the logits were not finite).
     """
-    logprobs = torch.log_softmax(logits.float() / rows.temperature[:, None], dim=-1)
-    probs = logprobs.exp()
-    if rows.any_truncated:
-        probs = _truncate(probs, rows)
-    tokens = _invert_cdf(probs, uniform(rows.key, rows.counter))
-    if rows.any_greedy:
-        tokens = torch.where(rows.greedy, logprobs.argmax(-1), tokens)
-    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
-
-
-def _invert_cdf(weights: Tensor, noise: Tensor) -> Tensor:
-    """[B, V] fp32 weights >= 0 (of any sum), [B] float64 noise -> [B] ids; never one of weight 0."""
+    scaled = logits.float() / rows.temperature[:, None]
+    # log_softmax spelled out, because the draw needs the exponentials too: one pass over the vocabulary less.
+    shifted = scaled - scaled.amax(-1, keepdim=True)
+    weights = shifted.exp()
     cumulative = weights.cumsum(-1, dtype=torch.float64)
+    log_total = cumulative[:, -1:].log().float()
+    if rows.any_truncated:
+        cumulative = _truncate(weights, rows).cumsum(-1, dtype=torch.float64)
+    tokens = _invert(cumulative, uniform(rows.key, rows.counter))
+    if rows.any_greedy:
+        tokens = torch.where(rows.greedy, shifted.argmax(-1), tokens)
+    return tokens, (shifted.gather(-1, tokens[:, None]) - log_total)[:, 0]
+
+
+def _invert(cumulative: Tensor, noise: Tensor) -> Tensor:
+    """[B, V] float64 running sums of weights >= 0 (of any total), [B] float64 noise -> [B] ids, none of weight 0."""
     total = cumulative[:, -1]
     # Below the total even after rounding, so that the first entry beyond the target exists and has a weight.
     target = torch.minimum(noise * total, torch.nextafter(total, torch.zeros_like(total)))
     found = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
-    return found.clamp_max_(weights.shape[-1] - 1)  # NaN weights find nothing; their NaN logprob ends the row
+    return found.clamp_max_(cumulative.shape[-1] - 1)  # NaN weights find nothing; their NaN logprob ends the row
 
 
-def _truncate(probs: Tensor, rows: SamplingRows) -> Tensor:
+def _truncate(weights: Tensor, rows: SamplingRows) -> Tensor:
     """Zeroes what top-k, then top-p, then min-p exclude, in the rows that ask for it."""
-    vocab_size = probs.shape[-1]
+    vocab_size = weights.shape[-1]
     asks = ((rows.top_k < vocab_size) | (rows.top_p < 1.0) | (rows.min_p > 0.0)).nonzero()[:, 0]
-    chosen = probs[asks]
+    chosen = weights[asks]
     ranked, order = chosen.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(vocab_size, device=probs.device)
+    rank = torch.arange(vocab_size, device=weights.device)
     keep = rank < rows.top_k[asks, None]
     ranked = torch.where(keep, ranked, 0.0)
     ranked = ranked / ranked.sum(-1, keepdim=True)
@@ -100,4 +103,4 @@ def _truncate(probs: Tensor, rows: SamplingRows) -> Tensor:
     keep &= ranked.cumsum(-1, dtype=torch.float64) - ranked < rows.top_p[asks, None]
     keep &= ranked >= ranked[:, :1] * rows.min_p[asks, None]
     mask = torch.zeros_like(keep).scatter_(-1, order, keep)
-    return probs.index_copy(0, asks, torch.where(mask, chosen, 0.0))
+    return weights.index_copy(0, asks, torch.where(mask, chosen, 0.0))
