@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
@@ -13,6 +14,9 @@ from nanorl.types import StepReport
 
 LOG = logging.getLogger("nanorl")
 """Whatever a view shows is logged too: a run folder's run.log listens here."""
+
+SILENCE_S = 10.0
+"""After so long without a line a plain view shows progress."""
 
 
 class View(Protocol):
@@ -53,12 +57,12 @@ class View(Protocol):
 
 
 class PlainView:
-    """One line a fact and a step, for logs and pipes; of progress the start and the quarters, where it takes long."""
+    """One line a fact and a step, for logs and pipes; progress only where nothing else was said for a while."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         """`quiet` leaves only tables, and notes that begin with `warning`."""
         self.quiet = quiet
-        self._last: tuple[str, int] | None = None
+        self._last_line = time.monotonic()
 
     def __enter__(self) -> Self:
         """Nothing to open."""
@@ -78,12 +82,9 @@ class PlainView:
         self._line(text, shown=not self.quiet or text.startswith("warning"))
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """A line at the start, then one a quarter, for what takes more than a few units."""
-        quarter = 4 * done // total if total else 0
-        if total >= 100 and self._last != (what, quarter) and done < total:
-            self._last = (what, quarter)
-            if not self.quiet:
-                _print(f"{what} {done}/{total}")
+        """A sign of life every ten seconds: short steps stay one line each."""
+        if not self.quiet and total and time.monotonic() - self._last_line > SILENCE_S:
+            self._print(f"{what} {done}/{total}")
 
     def status(self, facts: Mapping[str, str]) -> None:
         """Nothing: a log has no use for the same line every second."""
@@ -102,7 +103,11 @@ class PlainView:
     def _line(self, text: str, *, shown: bool | None = None) -> None:
         LOG.info("%s", text)
         if not self.quiet if shown is None else shown:
-            _print(text)
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        self._last_line = time.monotonic()
+        print(text, flush=True)  # noqa: T201 the one place that prints
 
 
 def make_view(*, quiet: bool = False) -> View:
@@ -115,10 +120,6 @@ def make_view(*, quiet: bool = False) -> View:
     from nanorl.tracking.live import RichView  # only a terminal pays for it
 
     return RichView()
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)  # noqa: T201 the one place that prints
 
 
 def header_line(facts: Mapping[str, str]) -> str:

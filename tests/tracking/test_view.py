@@ -136,6 +136,17 @@ def test_plain_lines_one_a_step(capsys):
     assert lines[-2:] == ["             early [x]  late", "reward [/x]        0.1   0.3"]
 
 
+def test_plain_lines_show_progress_only_after_a_silence(capsys, monkeypatch):
+    view = PlainView()
+    view.progress("building the tiny model", 1, 1800)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr("nanorl.tracking.view.SILENCE_S", 0.05)
+    time.sleep(0.06)
+    view.progress("building the tiny model", 900, 1800)
+    view.progress("building the tiny model", 901, 1800)
+    assert capsys.readouterr().out == "building the tiny model 900/1800\n"
+
+
 def test_quiet_leaves_tables_and_warnings(capsys):
     view = PlainView(quiet=True)
     drive(view)
