@@ -269,8 +269,11 @@ def _join(path: str, key: str) -> str:
 
 def _what_came(path: str, tree: Mapping[str, Any]) -> str:
     value: Any = tree
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None  # pyright: ignore[reportUnknownMemberType]
+    for name in re.findall(r"[^.\[\]]+", path):  # `section.key[0]`: an item of a list
+        if isinstance(value, list) and name.isdecimal():
+            value = value[int(name)]  # pyright: ignore[reportUnknownVariableType]
+        else:
+            value = value.get(name) if isinstance(value, Mapping) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return "" if value is None or isinstance(value, Mapping) else f", got {value!r}{_choices(path, value)}"
 
 
@@ -278,7 +281,7 @@ def _choices(path: str, value: Any) -> str:
     """What a field of fixed choices takes, where the value is none of them."""
     if path.count(".") != 1 or not isinstance(value, str):
         return ""
-    section, name = path.split(".")
+    section, name = path.partition("[")[0].split(".")
     field_type = get_type_hints(type(getattr(Config(), section))).get(name)
     options = [o for part in (field_type, *get_args(field_type)) if get_origin(part) is Literal for o in get_args(part)]
     return f". Choices: {', '.join(options)}" if options else ""

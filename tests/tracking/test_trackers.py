@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from nanorl.config import TrackingConfig
-from nanorl.errors import TrackerError
+from nanorl.config import TrackingConfig, load_config
+from nanorl.errors import ConfigError, TrackerError
 from nanorl.tracking import trackers as room
 from nanorl.tracking.background import Background
 from nanorl.tracking.metrics_file import JsonlTracker, read_metrics
@@ -83,6 +83,12 @@ def test_a_tracker_that_hangs_costs_no_time_and_only_its_own_steps():
     assert notes[0] == "warning: hanging failed, training goes on: it is too slow, and its queue is full"
     assert worker.num_failed >= 23  # 16 fit into the queue, one is being handled
     hanging.release.set()
+
+
+def test_an_unknown_backend_is_an_error_with_those_there_are():
+    message = r"tracking.backends\[0\]: .*'tensorbord'.*Choices: tensorboard, wandb, mlflow, prometheus"
+    with pytest.raises(ConfigError, match=message):
+        load_config(sets=['tracking.backends=["tensorbord"]'])
 
 
 def test_a_missing_package_names_the_extra_before_anything_starts(monkeypatch, tmp_path):
