@@ -21,7 +21,7 @@ def show(result: ProbeResult, view: View) -> None:
     """All tables, the verdict last."""
     view.table(
         "Drift: would the ids survive decoding and encoding? (nanorl never re-encodes)",
-        ("sequences", "number", "drift", "share", "text changes"),
+        ("sequences", "number", "drift", "share", "text lost too"),
         [_drift_row(report) for report in result.drift],
     )
     examples = _examples(result.drift)
@@ -41,7 +41,7 @@ def show(result: ProbeResult, view: View) -> None:
 
 def _drift_row(report: DriftReport) -> Sequence[str]:
     num_drifted = len(report.drifted)
-    return report.kind, str(report.num_sequences), str(num_drifted), f"{report.share:.1%}", str(report.num_text_changed)
+    return report.kind, str(report.num_sequences), str(num_drifted), f"{report.share:.1%}", str(report.num_text_lost)
 
 
 def _examples(reports: Iterable[DriftReport]) -> list[RoundTrip]:

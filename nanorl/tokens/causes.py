@@ -21,6 +21,7 @@ class Cause(StrEnum):
     EMPTY_THINK = "an empty think block is added to the last turn"
     END_TOKEN = "the end-of-turn token changes between last and earlier turns"
     LAST_TURN = "the last turn is rendered differently from earlier ones"
+    GENERATION_PROMPT = "the generation prompt is not how a turn begins in history"
     REWRITTEN = "an earlier turn is rewritten"
     CALLS_DROPPED = "tool calls after the first are dropped"
     TEXT_DROPPED = "a message is left out of the rendering"
@@ -40,6 +41,17 @@ class Edit:
 
     removed: str
     added: str
+    before: str
+    """The shorter text up to there."""
+
+    @property
+    def spellings(self) -> Iterator[str]:
+        """Every text whose removal does the same: after `<t`, `hink></think><t` may as well be `<think></think>`."""
+        before, removed = self.before, self.removed
+        yield removed
+        while before and removed and before[-1] == removed[-1]:
+            before, removed = before[:-1], removed[-1] + removed[:-1]
+            yield removed
 
 
 def name_causes(pair: PairCheck, turn: int, render: Render, marks: Collection[str]) -> set[Cause]:
@@ -61,8 +73,9 @@ def name_causes(pair: PairCheck, turn: int, render: Render, marks: Collection[st
     if set(roles) == {"tool"}:
         return {Cause.PARALLEL_RESULTS}
     lost = [text for text in reasoning_texts(messages[: pair.shorter]) if longer.count(text) < shorter.count(text)]
-    is_last = turn == pair.shorter - 1
-    found = {_name(edit, lost, is_last, marks) for edit in edits(shorter, longer, marks)}
+    marks = [mark for mark in marks if mark in shorter + longer]  # some vocabularies reserve a thousand
+    otherwise = {pair.shorter: Cause.GENERATION_PROMPT, pair.shorter - 1: Cause.LAST_TURN}.get(turn, Cause.REWRITTEN)
+    found = {_name(edit, lost, marks) or otherwise for edit in edits(shorter, longer, marks)}
     return found | ({Cause.REASONING_DROPPED} if lost else set())
 
 
@@ -74,8 +87,7 @@ def edits(shorter: str, longer: str, marks: Collection[str]) -> Iterator[Edit]:
     for tag, i1, i2, j1, j2 in SequenceMatcher(None, rest, long_rest, autojunk=False).get_opcodes():
         if tag == "equal" or i1 == len(rest):  # what follows the shorter text is no edit
             continue
-        removed, added = "".join(rest[i1:i2]), "".join(long_rest[j1:j2])
-        yield Edit(_slid_left(removed, before + "".join(rest[:i1])), added) if not added else Edit(removed, added)
+        yield Edit("".join(rest[i1:i2]), "".join(long_rest[j1:j2]), before + "".join(rest[:i1]))
 
 
 def reasoning_texts(messages: Sequence[Message]) -> list[str]:
@@ -90,24 +102,17 @@ def reasoning_texts(messages: Sequence[Message]) -> list[str]:
     return found
 
 
-def _name(edit: Edit, lost_reasoning: Sequence[str], is_last: bool, marks: Collection[str]) -> Cause:
+def _name(edit: Edit, lost_reasoning: Sequence[str], marks: Collection[str]) -> Cause | None:
     if any(text in edit.removed for text in lost_reasoning):
         return Cause.REASONING_DROPPED
-    if not edit.added and _EMPTY_BLOCK.fullmatch(edit.removed):
+    if not edit.added and any(_EMPTY_BLOCK.fullmatch(removed) for removed in edit.spellings):
         return Cause.EMPTY_THINK
     if edit.removed.startswith(tuple(marks)) and edit.added.startswith(tuple(marks)):
         return Cause.END_TOKEN
-    return Cause.LAST_TURN if is_last else Cause.REWRITTEN
+    return None
 
 
 def _words(text: str, marks: Collection[str]) -> list[str]:
     """Added tokens, words and single other characters: their concatenation is the text."""
     special = "|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True))
     return re.findall(rf"{special}|\w+|\W" if special else r"\w+|\W", text)
-
-
-def _slid_left(removed: str, before: str) -> str:
-    """A removed text that begins as early as it can: `hink></think><t` after `<t` is `<think></think>`."""
-    while before and removed and before[-1] == removed[-1]:
-        before, removed = before[:-1], removed[-1] + removed[:-1]
-    return removed

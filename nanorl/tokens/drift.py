@@ -60,6 +60,11 @@ class RoundTrip:
         """Whether the ids changed."""
         return self.token_ids != self.reencoded_ids
 
+    @property
+    def text_lost(self) -> bool:
+        """Whether not even the text can be told any more: it changed, or bytes became U+FFFD."""
+        return not self.text_survives or REPLACEMENT in self.text
+
 
 @dataclass(frozen=True, slots=True)
 class DriftReport:
@@ -70,8 +75,8 @@ class DriftReport:
     num_sequences: int
     drifted: tuple[int, ...]
     """Indices of those that drift."""
-    num_text_changed: int
-    """Of those that drift, how many decode to other text afterwards."""
+    num_text_lost: int
+    """Of those that drift, how many lose their text too."""
     examples: tuple[RoundTrip, ...]
     """The shortest few that drift."""
 
@@ -109,7 +114,7 @@ def measure_drift(
         kind=kind,
         num_sequences=len(trips),
         drifted=tuple(drifted),
-        num_text_changed=sum(not trips[i].text_survives for i in drifted),
+        num_text_lost=sum(trips[i].text_lost for i in drifted),
         examples=tuple(trips[i] for i in shortest),
     )
 
