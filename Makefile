@@ -29,7 +29,7 @@ lint-code:
 	$(BIN)/python -m ruff check .
 
 lint-imports:
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 lint-types:
 	$(BIN)/python -m pyright --pythonpath $(BIN)/python
