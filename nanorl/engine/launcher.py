@@ -25,7 +25,7 @@ _CAUSES: Sequence[tuple[str, str]] = (
     (r"out of memory|OutOfMemory|MemoryError|Cannot allocate memory|not enough memory", "not enough memory"),
     (r"ModuleNotFoundError|ImportError|undefined symbol", "a package is missing or of the wrong version"),
     (
-        r"RepositoryNotFound|not appear to have a file|Can't load|not a valid model|is not a local folder|Unrecognized",
+        r"RepositoryNotFound|not appear to have a file|Can't load|not a valid model|Repo id must be|Unrecognized model",
         "the model can't be found or loaded",
     ),
 )

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from nanorl.engine.client import EngineClient
-from nanorl.engine.launcher import EngineCommand, EngineProcess
+from nanorl.engine.launcher import EngineCommand, EngineProcess, embedded_engine
 from nanorl.engine.ports import listen_locally
 from nanorl.errors import EngineError
+from tests.tiny_models import build_tiny_model
 
 SERVER = str(Path(__file__).with_name("small_server.py"))
 
@@ -153,3 +154,23 @@ def test_nothing_outlives_the_parent(killed: str, tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
+
+
+def test_embedded_engine_of_an_unknown_model_says_so(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"most likely the model can't be found or loaded"):
+        EngineProcess(embedded_engine("/no/such/folder"), log_path=tmp_path / "engine.log", ready_timeout_s=60).start()
+
+
+def test_embedded_engine_on_a_port_that_was_asked_for(tmp_path: Path) -> None:
+    with listen_locally() as probe:
+        port = probe.getsockname()[1]
+    model = build_tiny_model(tmp_path / "model")
+    with EngineProcess(embedded_engine(model, port=port), log_path=tmp_path / "engine.log") as engine:
+        assert engine.url == f"http://127.0.0.1:{port}"
+        assert EngineClient(engine.url).model_info().model_path == str(model)
+        engine.restart()
+        assert EngineClient(engine.url).model_info().version == 0
+        pid = engine.pid
+    assert pid is not None
+    wait_gone([pid], within_s=1.0)
+    listen_locally(port).close()

@@ -251,6 +251,7 @@ def rss_bytes(pid: int) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # SGLang on a CPU takes a second for each flush
 def test_two_hundred_syncs_leave_memory_flat(
     client: EngineClient, engine: RunningEngine, model: PreTrainedModel
 ) -> None:
