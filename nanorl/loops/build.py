@@ -30,7 +30,7 @@ from nanorl.train.model import load_policy
 from nanorl.train.trainer import Trainer
 from nanorl.types import Group, Prompt, StepReport
 from nanorl.weight_sync.base import SyncReport, WeightSync
-from nanorl.weight_sync.shared_memory import SharedMemorySync
+from nanorl.weight_sync.carriers import make_sync
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,7 +128,8 @@ def build(config: Config, view: View) -> Iterator[Run]:
             algo=config.algo,
             context_length=engine.context_length,
         )
-        sync = SharedMemorySync(stack.enter_context(EngineClient(engine.url)))
+        client = stack.enter_context(EngineClient(engine.url))
+        sync = make_sync(config.sync.carrier, client, trainer.policy.device, folder.path)
         stack.callback(sync.close)
         trackers = open_trackers(config.tracking, folder.path, msgspec.to_builtins(config), view.note)
         stack.callback(trackers.close)

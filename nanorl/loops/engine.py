@@ -22,6 +22,10 @@ class EngineHandle:
     """For the header: which kind, whose, where."""
     context_length: int
     """Tokens that prompt and response together may have."""
+    is_embedded: bool
+    """nanorl's own engine, whoever started it."""
+    dtype: str | None
+    """What the engine computes in, where it says so."""
     process: EngineProcess | None = None
     """The engine where it is our own."""
     lease: Lease | None = None
@@ -70,8 +74,13 @@ def _describe(
 ) -> EngineHandle:
     with EngineClient(url) as client:
         info = client.server_info()
-    kind = "torch" if "parameters" in info else "sglang"
-    context = int(info.get("context_length") or info.get("max_total_num_tokens") or 4096)
+    is_embedded = "parameters" in info
     return EngineHandle(
-        url=url, description=f"{kind} ({whose}) {url}", context_length=context, process=process, lease=lease
+        url=url,
+        description=f"{'torch' if is_embedded else 'sglang'} ({whose}) {url}",
+        context_length=int(info.get("context_length") or info.get("max_total_num_tokens") or 4096),
+        is_embedded=is_embedded,
+        dtype=str(info["dtype"]).removeprefix("torch.") if info.get("dtype") not in (None, "auto") else None,
+        process=process,
+        lease=lease,
     )
