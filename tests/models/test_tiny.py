@@ -1,6 +1,7 @@
 """The tiny model: an ordinary Hugging Face folder, the same bits from the same recipe."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,10 +29,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def model() -> Qwen3ForCausalLM:
     torch.manual_seed(0)
-    shape = dict(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+    config = Qwen3Config(
+        vocab_size=24,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        initializer_range=0.06,
     )
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=24, head_dim=16, initializer_range=0.06, **shape))
+    return Qwen3ForCausalLM(config)
+
+
+def load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_the_same_recipe_gives_the_same_bits_and_another_seed_others(folder: Path, tmp_path: Path):
@@ -47,7 +59,7 @@ def test_the_same_recipe_gives_the_same_bits_and_another_seed_others(folder: Pat
 
 
 def test_transformers_loads_the_folder_and_generates(folder: Path):
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = load(folder), AutoTokenizer.from_pretrained(folder)
     assert model.config.model_type == "qwen3"
     assert model.dtype == torch.float32
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -116,7 +128,7 @@ def test_the_learning_rate_warms_up_and_decays_to_a_twentieth():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_random_models_are_tied_or_not_after_loading(tmp_path: Path, tied: bool):
-    model = AutoModelForCausalLM.from_pretrained(build_random(tmp_path / "model", seed=3, tied=tied))
+    model = load(build_random(tmp_path / "model", seed=3, tied=tied))
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
     assert 259 < model.config.vocab_size < 512
     assert model.config.num_hidden_layers == 2
@@ -144,7 +156,7 @@ def test_the_whole_recipe_starts_where_there_is_something_to_improve():
 
 
 def _accuracy_and_format(folder: Path, *, do_sample: bool) -> tuple[float, float]:
-    model, chat = AutoModelForCausalLM.from_pretrained(folder), load_chat(folder)
+    model, chat = load(folder), load_chat(folder)
     torch.manual_seed(0)
     totals = [0.0, 0.0]
     prompts = ArithmeticTask(0).heldout(205)
