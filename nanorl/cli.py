@@ -1,15 +1,20 @@
 """The command line: each command parses, builds a config, calls one function and shows a view. Nothing heavy is imported here."""
 
+import os
 import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import nanorl
 from nanorl.errors import NanoRLError
+
+if TYPE_CHECKING:
+    from nanorl.config import Config
+    from nanorl.tracking.view import View
 
 app = typer.Typer(
     name="nanorl",
@@ -72,11 +77,8 @@ def train(
         "train.lr": lr,
         **_engine_flags(model, engine, engine_url, take_over),
     }
-    from nanorl.config import load_config
-    from nanorl.tracking.view import make_view
-
-    resolved = load_config(config, set_ or (), flags)
-    with make_view(quiet=quiet) as view:
+    resolved = _load(config, set_, flags)
+    with _view(quiet=quiet) as view:
         view.progress("importing torch", 0, 0)
         from nanorl.loops.train import train as run
 
@@ -93,14 +95,87 @@ def serve(
     quiet: Quiet = False,
 ) -> None:
     """Serve a model until Ctrl-C; other commands on this machine find it."""
-    from nanorl.config import load_config
-    from nanorl.tracking.view import make_view
-
-    resolved = load_config(config, set_ or (), _engine_flags(model, engine, None, None))
-    with make_view(quiet=quiet) as view:
+    resolved = _load(config, set_, _engine_flags(model, engine, None, None))
+    with _view(quiet=quiet) as view:
         from nanorl.loops.serve import serve as run
 
         run(resolved, port, view)
+
+
+@app.command("check-parity")
+def check_parity(
+    model: Model = None,
+    engine: EngineKind = None,
+    engine_url: EngineUrl = None,
+    take_over: TakeOver = None,
+    prompts: Annotated[int, typer.Option(help="Prompts to answer, before and after the step.")] = 16,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature, above 0.")] = None,
+    seed: Seed = None,
+    config: ConfigFile = None,
+    set_: Set = None,
+) -> None:
+    """Compare the trainer's logprobs with the engine's, before and after a real step and sync; exit code 1 beyond the gate."""
+    flags = {"run.seed": seed, "rollout.prompts_per_step": prompts, "rollout.temperature": temperature}
+    resolved = _load(config, set_, flags | _engine_flags(model, engine, engine_url, take_over))
+    with _view() as view:
+        from nanorl.loops.parity import check_parity as run
+
+        result = run(resolved, view)
+    raise typer.Exit(0 if result.holds else 1)
+
+
+@app.command("sync-bench")
+def sync_bench(
+    iters: Annotated[int, typer.Option(min=1, help="Syncs a carrier.")] = 50,
+    model: Model = None,
+    engine: EngineKind = None,
+    engine_url: EngineUrl = None,
+    take_over: TakeOver = None,
+    json: Annotated[bool, typer.Option("--json", help="Only one JSON object, for machines.")] = False,
+    config: ConfigFile = None,
+    set_: Set = None,
+) -> None:
+    """Time the weight sync, part by part, over every carrier that reaches the engine."""
+    resolved = _load(config, set_, _engine_flags(model, engine, engine_url, take_over))
+    with _view(quiet=json) as view:
+        from nanorl.loops.sync_bench import sync_bench as run
+
+        run(resolved, view, iters=iters, as_json=json)
+
+
+@app.command()
+def show(
+    run: Annotated[str, typer.Argument(help="Run folder, name in runs/, or latest.")] = "latest",
+    step: Annotated[int | None, typer.Option(help="Default: the last.")] = None,
+    worst: Annotated[int | None, typer.Option(metavar="K", help="The K samples of lowest reward.")] = None,
+) -> None:
+    """Read what the policy wrote, token by token."""
+    from nanorl.loops.show import show as run_show
+
+    run_show(run, step, worst)
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[str] | None, typer.Argument(help="One or several runs; default: latest.")] = None,
+    out: Annotated[Path | None, typer.Option(help="PNG; default RUN/curves.png.")] = None,
+) -> None:
+    """Draw the curves of one or several runs as a PNG."""
+    from nanorl.loops.plot import plot as run_plot
+
+    typer.echo(f"wrote {run_plot(runs or ['latest'], out)}")
+
+
+def _load(config: Path | None, sets: list[str] | None, flags: dict[str, Any]) -> "Config":
+    from nanorl.config import load_config
+
+    return load_config(config, sets or (), flags)
+
+
+def _view(*, quiet: bool = False) -> "View":
+    from nanorl.tracking.view import make_view
+
+    return make_view(quiet=quiet)
 
 
 def _engine_flags(model: str | None, engine: str | None, url: str | None, take_over: bool | None) -> dict[str, Any]:
@@ -115,6 +190,9 @@ def main() -> None:
     except NanoRLError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
+    except BrokenPipeError:  # `nanorl show | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(128 + signal.SIGPIPE)
     except OSError as error:  # a full disk or a missing right, wherever it shows
         typer.echo(f"error: {error.strerror or error}: {error.filename or 'no file named'}", err=True)
         sys.exit(2)

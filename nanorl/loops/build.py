@@ -23,7 +23,7 @@ from nanorl.rollout.runner import EventLoopThread
 from nanorl.rollout.single_turn import SingleTurn
 from nanorl.tokens.chat import ChatFormat, load_chat
 from nanorl.tracking.rollouts import RolloutWriter, excerpt
-from nanorl.tracking.run_folder import RunFolder, create_run_folder
+from nanorl.tracking.run_folder import RunFolder, create_run_folder, write_atomically
 from nanorl.tracking.trackers import Trackers, open_trackers, require_backends
 from nanorl.tracking.view import View
 from nanorl.train.model import load_policy
@@ -114,7 +114,9 @@ def build(config: Config, view: View) -> Iterator[Run]:
         folder = stack.enter_context(
             create_run_folder(config.run.dir, model.name, overwrite=config.run.overwrite, model_path=model.path)
         )
-        folder.config.write_bytes(to_json(config))
+        write_atomically(folder.config, to_json(config))
+        trackers = open_trackers(config.tracking, folder.path, msgspec.to_builtins(config), view.note)
+        stack.callback(trackers.close)
         engine, trainer = _start_both(stack, config, model, folder, view)
         view.header(_header(config, model, engine, folder))
         event_loop = stack.enter_context(EventLoopThread())
@@ -131,8 +133,6 @@ def build(config: Config, view: View) -> Iterator[Run]:
         client = stack.enter_context(EngineClient(engine.url))
         sync = make_sync(config.sync.carrier, client, trainer.policy.device, folder.path)
         stack.callback(sync.close)
-        trackers = open_trackers(config.tracking, folder.path, msgspec.to_builtins(config), view.note)
-        stack.callback(trackers.close)
         rollouts = RolloutWriter(folder.rollouts, chat.decode, view.note) if config.tracking.rollouts else None
         if rollouts:
             stack.callback(rollouts.close)
@@ -174,13 +174,13 @@ def _start_both(
     with ThreadPoolExecutor(max_workers=1) as pool:
         starting = pool.submit(acquire_engine, config, model, folder.engine_log, str(folder.path))
         try:
-            trainer = _make_trainer(config, model, folder)
+            trainer = make_trainer(config, model, folder)
         finally:
             engine = stack.enter_context(starting.result())
     return engine, trainer
 
 
-def _make_trainer(config: Config, model: ResolvedModel, folder: RunFolder) -> Trainer:
+def make_trainer(config: Config, model: ResolvedModel, folder: RunFolder) -> Trainer:
     torch.manual_seed(config.run.seed)
     device = torch.device(config.model.device)
     autocast = torch.bfloat16 if config.model.dtype == "bfloat16" else None

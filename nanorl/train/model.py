@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -65,6 +66,7 @@ def load_policy(path: str | Path, device: torch.device, temperature: float, auto
     Raises:
         ModelError: the folder doesn't hold a causal language model that transformers can load.
     """
+    transformers.utils.logging.disable_progress_bar()  # it would write into the live view
     try:
         model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
