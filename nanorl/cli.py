@@ -1,4 +1,4 @@
-"""The command line: each command parses, builds a config, calls one function and shows a view. Nothing heavy is imported here."""
+"""The command line: each command parses, builds a config and calls one function. Nothing heavy is imported here."""
 
 import os
 import signal
@@ -28,13 +28,19 @@ app = typer.Typer(
 
 Model = Annotated[str | None, typer.Option("--model", "-m", help="auto, tiny, a Hugging Face id or a folder.")]
 EngineKind = Annotated[str | None, typer.Option("--engine", help="auto, torch (embedded) or sglang.")]
-EngineUrl = Annotated[str | None, typer.Option("--engine-url", help="Use a running server, e.g. http://127.0.0.1:30000.")]
+EngineUrl = Annotated[
+    str | None, typer.Option("--engine-url", help="Use a running server, e.g. http://127.0.0.1:30000.")
+]
 TakeOver = Annotated[bool | None, typer.Option("--take-over", help="Use a server although another run holds it.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file with one table a section.")]
-Set = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any config key; may be repeated.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any config key; may be repeated.")
+]
 Seed = Annotated[int | None, typer.Option("--seed", help="Decides prompts, sampling noise and minibatches.")]
 RunDir = Annotated[str | None, typer.Option("--run-dir", help="Run folder; default runs/<time>-<model>.")]
-Overwrite = Annotated[bool | None, typer.Option("--overwrite", help="Delete what an earlier run left in the run folder.")]
+Overwrite = Annotated[
+    bool | None, typer.Option("--overwrite", help="Delete what an earlier run left in the run folder.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the final table.")]
 
 
@@ -114,7 +120,7 @@ def check_parity(
     config: ConfigFile = None,
     set_: Set = None,
 ) -> None:
-    """Compare the trainer's logprobs with the engine's, before and after a real step and sync; exit code 1 beyond the gate."""
+    """Compare trainer and engine logprobs, before and after a real step and sync; exit code 1 beyond the gate."""
     flags = {"run.seed": seed, "rollout.prompts_per_step": prompts, "rollout.temperature": temperature}
     resolved = _load(config, set_, flags | _engine_flags(model, engine, engine_url, take_over))
     with _view() as view:
@@ -138,9 +144,13 @@ def sync_bench(
     """Time the weight sync, part by part, over every carrier that reaches the engine."""
     resolved = _load(config, set_, _engine_flags(model, engine, engine_url, take_over))
     with _view(quiet=json) as view:
-        from nanorl.loops.sync_bench import sync_bench as run
+        from nanorl.loops import sync_bench as bench
 
-        run(resolved, view, iters=iters, as_json=json)
+        results = bench.sync_bench(resolved, view, iters=iters)
+        if not json:
+            bench.show(results, view)
+    if json:
+        typer.echo(bench.as_json(results))
 
 
 @app.command()
@@ -198,6 +208,6 @@ def main() -> None:
         sys.exit(2)
 
 
-def _on_sigterm(signum: int, frame: FrameType | None) -> None:
+def _on_sigterm(signum: int, _: FrameType | None) -> None:
     """Unwinds like Ctrl-C does, so that every context manager stops what it started."""
     sys.exit(128 + signum)

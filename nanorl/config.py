@@ -1,6 +1,7 @@
 """The whole configuration: frozen sections, one a room; TOML file, then `--set section.key=value`, then flags.
 
-A field that is None takes the model preset's default (`nanorl.models.presets`); the resolved configuration, with nothing left
+A field that is None takes the model preset's default (`nanorl.models.presets`); the resolved configuration, with
+nothing left
 open, is saved as JSON in the run folder. Unknown keys and values out of range fail with the nearest name and the path.
 """
 
@@ -73,7 +74,9 @@ class RolloutConfig(Section):
     def __post_init__(self) -> None:
         """Refuses what GRPO can't train on."""
         if self.temperature == 0:
-            raise ValueError("temperature must be above 0 in training: greedy samples have no distribution to learn from")
+            raise ValueError(
+                "temperature must be above 0 in training: greedy samples have no distribution to learn from"
+            )
         if self.group_size == 1:
             raise ValueError("group_size must be at least 2: the group advantage of a single sample is always 0")
 
@@ -186,7 +189,9 @@ def load_config(path: Path | None = None, sets: Iterable[str] = (), flags: Mappi
     for setting in sets:
         key, separator, text = setting.partition("=")
         if not separator or "." not in key:
-            raise ConfigError(f"Expected --set section.key=value, got {setting!r}. Sections: {', '.join(_names(Config))}.")
+            raise ConfigError(
+                f"Expected --set section.key=value, got {setting!r}. Sections: {', '.join(_names(Config))}."
+            )
         _put(tree, key.strip(), _parse_value(text.strip()))
     for key, value in (flags or {}).items():
         if value is not None:

@@ -1,6 +1,7 @@
 """The types that travel the loop: Prompt -> Completion -> Sample -> Group -> StepReport.
 
-Plain Python up to `Group`; tensors begin at `nanorl.train.batch.Batch`. Everything here is frozen, checked when it is made,
+Plain Python up to `Group`; tensors begin at `nanorl.train.batch.Batch`. Everything here is frozen, checked when it is
+made,
 and free of torch. Letters: P prompt tokens, R response tokens, L = P + R, the whole sequence.
 """
 
@@ -119,7 +120,10 @@ class Sample:
                 raise BatchError(f"{name} has {len(getattr(self, name))} entries for {length} token ids")
         if length and self.loss_mask[0]:
             raise BatchError("The first token of a sequence has no context to be sampled from: its loss_mask must be 0")
-        if any(logprob != 0.0 and not sampled for sampled, logprob in zip(self.loss_mask, self.rollout_logprobs, strict=True)):
+        if any(
+            logprob != 0.0 and not sampled
+            for sampled, logprob in zip(self.loss_mask, self.rollout_logprobs, strict=True)
+        ):
             raise BatchError("rollout_logprobs must be 0.0 wherever loss_mask is 0")
         if self.reward is not None and not isfinite(self.reward):
             raise BatchError(f"A reward must be a finite number, got {self.reward}")
@@ -214,7 +218,12 @@ def _check_spans(spans: Sequence[VersionSpan], start: int | None, end: int) -> N
     """Spans must be in order, not overlap and end inside; with a `start` they must cover [start, end) without a gap."""
     position = start or 0
     for span in spans:
-        if span.start < position or (start is not None and span.start != position) or span.end < span.start or span.end > end:
+        if (
+            span.start < position
+            or (start is not None and span.start != position)
+            or span.end < span.start
+            or span.end > end
+        ):
             raise BatchError(f"weight_versions must be ordered spans within [0, {end}), got {list(spans)}")
         position = span.end
     if start is not None and position != end:

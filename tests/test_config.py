@@ -11,7 +11,9 @@ from nanorl.errors import ConfigError
 def test_flags_win_over_settings_win_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[train]\nlr = 1e-3\nbetas = [0.9, 0.98]\n[run]\nsteps = 9\nseed = 4\n[model]\nname = "tiny"\n')
-    config = load_config(path, ["run.steps=7", "run.seed=5", "reward.name=my.module:function"], {"run.steps": 3, "run.dir": None})
+    config = load_config(
+        path, ["run.steps=7", "run.seed=5", "reward.name=my.module:function"], {"run.steps": 3, "run.dir": None}
+    )
     assert (config.run.steps, config.run.seed, config.train.lr, config.train.betas) == (3, 5, 1e-3, (0.9, 0.98))
     assert (config.model.name, config.reward.name, config.run.dir) == ("tiny", "my.module:function", None)
 
@@ -50,7 +52,9 @@ def test_bad_settings_name_path_value_and_way_out(setting: str, parts: list[str]
     assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "part"), [("[train\n", "no valid TOML"), ("train = 3\n", "train"), ("\xff", "readable")])
+@pytest.mark.parametrize(
+    ("text", "part"), [("[train\n", "no valid TOML"), ("train = 3\n", "train"), ("\xff", "readable")]
+)
 def test_bad_files_are_named(tmp_path: Path, text: str, part: str) -> None:
     path = tmp_path / "bad.toml"
     path.write_bytes(text.encode("latin-1"))

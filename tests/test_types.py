@@ -15,7 +15,7 @@ def completion(**changes: object) -> Completion:
         "weight_versions": (VersionSpan(3, 0, 1), VersionSpan(4, 1, 3)),
         "finish_reason": "stop",
     }
-    return Completion(**fields | changes)  # pyright: ignore
+    return Completion(**fields | changes)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_completion_is_appended_to_its_prompt_token_by_token() -> None:
@@ -30,7 +30,12 @@ def test_a_completion_is_appended_to_its_prompt_token_by_token() -> None:
 
 @pytest.mark.parametrize(
     ("finish", "status", "valid"),
-    [("stop", Status.COMPLETED, True), ("length", Status.TRUNCATED, True), ("abort", Status.ABORTED, False), ("error", Status.FAILED, False)],
+    [
+        ("stop", Status.COMPLETED, True),
+        ("length", Status.TRUNCATED, True),
+        ("abort", Status.ABORTED, False),
+        ("error", Status.FAILED, False),
+    ],
 )
 def test_status_follows_the_finish_reason(finish: str, status: Status, valid: bool) -> None:
     sample = Sample.from_completion("p", 0, [5], completion(finish_reason=finish))
@@ -77,13 +82,21 @@ def test_a_sample_that_disagrees_with_itself_is_refused(changes: dict) -> None:
 def test_failed_keeps_tokens_and_loses_the_reward() -> None:
     sample = replace(Sample.from_completion("p", 0, [5], completion()), reward=1.0, advantage=0.5)
     failed = sample.failed("timeout", "took 10 s")
-    assert (failed.status, failed.reward, failed.advantage, failed.token_ids) == (Status.FAILED, None, 0.0, sample.token_ids)
+    assert (failed.status, failed.reward, failed.advantage, failed.token_ids) == (
+        Status.FAILED,
+        None,
+        0.0,
+        sample.token_ids,
+    )
     assert failed.metadata == {"cause": "timeout", "error": "took 10 s"}
 
 
 def test_a_group_holds_samples_of_its_own_prompt_only() -> None:
     prompt = Prompt(id="p", messages=({"role": "user", "content": "?"},))
-    good, bad = Sample.from_completion("p", 0, [5], completion()), Sample.from_completion("p", 1, [5], completion(finish_reason="abort"))
+    good, bad = (
+        Sample.from_completion("p", 0, [5], completion()),
+        Sample.from_completion("p", 1, [5], completion(finish_reason="abort")),
+    )
     assert Group(prompt=prompt, samples=(good, bad)).valid == (good,)
     with pytest.raises(BatchError, match="prompt 'p'"):
         Group(prompt=prompt, samples=(Sample.from_completion("q", 0, [5], completion()),))

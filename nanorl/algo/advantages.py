@@ -12,8 +12,8 @@ Std = Literal["population", "sample", "none"]
 def group_advantages(rewards: Sequence[float], std: Std = "population", eps: float = 1e-6) -> list[float]:
     """Group-relative advantages: (R - mean) / (std + eps), within one prompt's own group of G rewards.
 
-    A group whose rewards are all the same (max == min) has nothing to tell: it gets exactly 0.0, whatever rounding makes of
-    its standard deviation (six rewards of 0.3 have one of 5e-17 in float64, and eps may be smaller than that).
+    A group whose rewards are all the same (max == min) has nothing to tell: it gets exactly 0.0, whatever rounding
+    makes of its standard deviation (six rewards of 0.3 have one of 5e-17 in float64, and eps may be smaller than that).
 
     Args:
         rewards: [G] rewards of the group's valid members.

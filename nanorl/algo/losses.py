@@ -1,6 +1,7 @@
 """The policy loss and what is measured beside it, as pure tensor functions.
 
-Letters: B sequences, T targets (prediction space, one less than the sequence). Masks select before anything is computed, so
+Letters: B sequences, T targets (prediction space, one less than the sequence). Masks select before anything is
+computed, so
 that NaN or inf at a masked position never reaches a sum or a gradient. Everything is fp32 or better.
 """
 
@@ -54,11 +55,18 @@ def masked_log_ratio(train_logprobs: Tensor, behaviour_logprobs: Tensor, mask: T
 
 
 def policy_loss(
-    log_ratio: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
 ) -> PolicyLoss:
     """PPO's clipped surrogate: max(-rho A, -clip(rho, 1 - clip_low, 1 + clip_high) A), per token.
 
-    With `dual_clip` c > 1 the loss of a token with A < 0 is at most c |A|: a token that became far more likely although it
+    With `dual_clip` c > 1 the loss of a token with A < 0 is at most c |A|: a token that became far more likely
+    although it
     was bad would otherwise pull without bound.
 
     Args:
@@ -72,7 +80,9 @@ def policy_loss(
     Source: PPO (arXiv 1707.06347) eq. 7; dual clip (arXiv 1912.09729) eq. 5; separate bounds DAPO (arXiv 2503.14476).
     """
     if not log_ratio.shape == advantages.shape == mask.shape:
-        raise BatchError(f"log_ratio, advantages, mask: {tuple(log_ratio.shape)}, {tuple(advantages.shape)}, {tuple(mask.shape)}")
+        raise BatchError(
+            f"log_ratio, advantages, mask: {tuple(log_ratio.shape)}, {tuple(advantages.shape)}, {tuple(mask.shape)}"
+        )
     advantages = torch.where(mask, advantages, 0.0)
     ratio = log_ratio.exp()
     plain = -ratio * advantages
@@ -87,12 +97,14 @@ def policy_loss(
     return PolicyLoss(loss=torch.where(mask, loss, 0.0), ratio=ratio.detach(), is_clipped=is_clipped & mask)
 
 
-def token_weights(mask: Tensor, reduction: Reduction, num_tokens: int, num_samples: int, constant_length: int) -> Tensor:
+def token_weights(
+    mask: Tensor, reduction: Reduction, num_tokens: int, num_samples: int, constant_length: int
+) -> Tensor:
     """What each token's loss is multiplied by, so that summing over all micro-batches and ranks gives the reduction.
 
-    `token`: 1 / num_tokens. `sample`: 1 / (tokens of the sample * num_samples). `constant`: 1 / (constant_length *
-    num_samples). The totals are those of the whole optimizer step, never of a micro-batch: that is what makes the gradient
-    independent of how the step is split.
+    `token`: 1 / num_tokens. `sample`: 1 / (tokens of the sample * num_samples). `constant`: 1 / (constant_length
+    * num_samples). The totals are those of the whole optimizer step, never of a micro-batch: that is what makes the
+    gradient independent of how the step is split.
 
     Args:
         mask: [B, T] bool.

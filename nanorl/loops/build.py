@@ -55,7 +55,9 @@ class Run:
     version: int = 0
     """The weights that the engine holds: how many syncs this run has made."""
 
-    def sample(self, prompts: Sequence[Prompt], noise: int, *, group_size: int | None = None, what: str = "sampling") -> list[Group]:
+    def sample(
+        self, prompts: Sequence[Prompt], noise: int, *, group_size: int | None = None, what: str = "sampling"
+    ) -> list[Group]:
         """Graded groups of the engine's current weights; `noise` and the run's seed decide the sampling."""
         self.view.progress(what, 0, len(prompts) * (group_size or self.group_size))
         work = self.rollout.collect(
@@ -181,6 +183,7 @@ def _start_both(
 
 
 def make_trainer(config: Config, model: ResolvedModel, folder: RunFolder) -> Trainer:
+    """The trainer of a resolved configuration, on its device, with the model's own weights."""
     torch.manual_seed(config.run.seed)
     device = torch.device(config.model.device)
     autocast = torch.bfloat16 if config.model.dtype == "bfloat16" else None

@@ -1,4 +1,4 @@
-"""Held-out accuracy: problems that neither warm start nor training has seen, answered once each at the training temperature."""
+"""Held-out accuracy: problems that neither warm start nor training has seen, answered once each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

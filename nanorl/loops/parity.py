@@ -1,4 +1,4 @@
-"""`nanorl check-parity`: do trainer and engine give the same tokens the same probability, before and after a real sync?"""
+"""`nanorl check-parity`: do trainer and engine give the same tokens the same probability, also after a real sync?"""
 
 import tempfile
 from collections.abc import Sequence
@@ -84,7 +84,10 @@ def find_suspect(run: Run, failed: Comparison) -> str:
         found = look(run, failed)
         if found:
             return found
-    return "none of weights, temperature, dtype and cache explains it: the engine's model code or kernels differ from the trainer's"
+    return (
+        "none of weights, temperature, dtype and cache explains it: the engine's model code or kernels differ from the "
+        "trainer's"
+    )
 
 
 def trainer_logprobs(run: Run, samples: Sequence[Sample]) -> list[list[float]]:
@@ -131,7 +134,7 @@ def _engine_logprobs(samples: Sequence[Sample]) -> list[Sequence[float]]:
     return [s.rollout_logprobs[s.response_start :] for s in samples]
 
 
-def _suspect_weights(run: Run, failed: Comparison) -> str | None:
+def _suspect_weights(run: Run, _: Comparison) -> str | None:
     """Every tensor by checksum: a skipped, swapped or stale one shows by its name."""
     try:
         run.sync.verify(run.trainer.named_tensors())
@@ -156,7 +159,8 @@ def _suspect_temperature(run: Run, failed: Comparison) -> str | None:
         policy.temperature = own
     best = min(means, key=lambda t: means[t])
     if best != own and means[best] < 0.5 * means[own]:
-        return f"temperature: the trainer computes at {own}, the engine's logprobs fit {best} (mean {means[best]:.1e} nats)"
+        fit = f"the engine's logprobs fit {best} (mean {means[best]:.1e} nats)"
+        return f"temperature: the trainer computes at {own}, {fit}"
     return None
 
 
@@ -174,8 +178,8 @@ def _suspect_dtype(run: Run, failed: Comparison) -> str | None:
     return None
 
 
-def _suspect_cache(run: Run, failed: Comparison) -> str | None:
-    """Rescoring agrees and sampling doesn't: the engine's decoding used other keys and values than these weights make."""
+def _suspect_cache(_: Run, failed: Comparison) -> str | None:
+    """Rescoring agrees and sampling doesn't: decoding used other keys and values than these weights make."""
     if failed.gate.holds(failed.prefill) and not failed.gate.holds(failed.sampled):
         return "cache: the engine's rescoring agrees, its sampling doesn't: stale keys and values, or decode kernels"
     return None

@@ -111,4 +111,6 @@ def bf16_gate(own_noise: float) -> Gate:
     Args:
         own_noise: mean |bf16 - fp32| of the trainer on the same tokens, nats.
     """
-    return Gate("mean", max(BF16_MEAN, 2 * own_noise), f"bf16: the trainer's own bf16 differs from fp32 by {own_noise:.1e}")
+    return Gate(
+        "mean", max(BF16_MEAN, 2 * own_noise), f"bf16: the trainer's own bf16 differs from fp32 by {own_noise:.1e}"
+    )

@@ -24,9 +24,12 @@ def serve(config: Config, port: int, view: View) -> None:
     config, model = resolve(config, view.progress)
     view.progress("starting the engine", 0, 0)
     command = engine_command(config, model, port)
-    with TemporaryDirectory(prefix="nanorl-serve-") as folder, EngineProcess(
-        command, log_path=Path(folder) / "engine.log", ready_timeout_s=config.engine.start_timeout_s
-    ) as process:
+    with (
+        TemporaryDirectory(prefix="nanorl-serve-") as folder,
+        EngineProcess(
+            command, log_path=Path(folder) / "engine.log", ready_timeout_s=config.engine.start_timeout_s
+        ) as process,
+    ):
         view.header(
             {
                 "model": model.name,

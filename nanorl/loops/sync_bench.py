@@ -46,7 +46,7 @@ class CarrierResult:
     """The same of the engine's process; None where it isn't on this machine."""
 
 
-def sync_bench(config: Config, view: View, *, iters: int, as_json: bool = False) -> list[CarrierResult]:
+def sync_bench(config: Config, view: View, *, iters: int) -> list[CarrierResult]:
     """Measures every allowed carrier, or the configured one, `iters` syncs each.
 
     Raises:
@@ -59,17 +59,19 @@ def sync_bench(config: Config, view: View, *, iters: int, as_json: bool = False)
         with acquire_engine(config, model, folder / "engine.log", "sync-bench") as engine:
             device = torch.device(config.model.device)
             tensors = load_policy(model.path, device, 1.0).model.state_dict()
-            view.header({"model": model.name, "engine": engine.description, "device": str(device), "dtype": str(engine.dtype)})
+            view.header(
+                {"model": model.name, "engine": engine.description, "device": str(device), "dtype": str(engine.dtype)}
+            )
             with EngineClient(engine.url) as client:
                 allowed = allowed_carriers(client, device)
                 wanted = allowed if config.sync.carrier == "auto" else (config.sync.carrier,)
                 bench = _Bench(client, tensors, device, folder, view)
-                results = [bench.measure(carrier, iters) for carrier in wanted]
-    if as_json:
-        print(json.dumps({"engine": engine.description, "carriers": [asdict(result) for result in results]}, indent=2))
-    else:
-        _show(results, view)
-    return results
+                return [bench.measure(carrier, iters) for carrier in wanted]
+
+
+def as_json(results: Sequence[CarrierResult]) -> str:
+    """The results for machines."""
+    return json.dumps([asdict(result) for result in results], indent=2)
 
 
 class _Bench:
@@ -103,9 +105,9 @@ class _Bench:
         return self._result(carrier, reports, memory)
 
     def _change(self, i: int) -> None:
-        """Weights that differ from the last sync's, so that a sync that does nothing can't pass, and never wander off."""
+        """Other weights than the last sync's, so that a sync that does nothing can't pass; they never wander off."""
         floats = list({t.data_ptr(): t for t in self.tensors.values() if t.is_floating_point()}.values())
-        torch._foreach_mul_(floats, 1.25 if i % 2 == 0 else 0.8)  # noqa: SLF001 (the public optimizers' own kernel)
+        torch._foreach_mul_(floats, 1.25 if i % 2 == 0 else 0.8)
 
     def _result(
         self, carrier: Carrier, reports: Sequence[SyncReport], before: tuple[float, float | None]
@@ -168,10 +170,12 @@ def _resident_mb(pid: str) -> float | None:
     return pages * 4096 / 1e6
 
 
-def _show(results: Sequence[CarrierResult], view: View) -> None:
+def show(results: Sequence[CarrierResult], view: View) -> None:
+    """A table a carrier, and one that compares them."""
     for result in results:
         rows = [(part, *(f"{result.parts_ms[part][k]:.2f}" for k in ("median", "p95", "min"))) for part in PARTS]
-        title = f"{result.carrier}: {result.num_syncs} syncs of {result.num_tensors} tensors, {result.num_bytes / 1e6:,.1f} MB"
+        size = f"{result.num_tensors} tensors, {result.num_bytes / 1e6:,.1f} MB"
+        title = f"{result.carrier}: {result.num_syncs} syncs of {size}"
         view.table(title, ("ms", "median", "p95", "min"), rows)
     view.table(
         "Carriers, every tensor verified by checksum after each sync",

@@ -77,8 +77,16 @@ def _summarize(result: TrainResult, view: View) -> None:
         )
     ]
     if result.before and result.after:
-        rows.append((f"accuracy, {result.before.num_prompts} held-out", result.before.text("correct"), result.after.text("correct")))
-        rows.append((f"format, {result.before.num_prompts} held-out", result.before.text("format"), result.after.text("format")))
+        rows.append(
+            (
+                f"accuracy, {result.before.num_prompts} held-out",
+                result.before.text("correct"),
+                result.after.text("correct"),
+            )
+        )
+        rows.append(
+            (f"format, {result.before.num_prompts} held-out", result.before.text("format"), result.after.text("format"))
+        )
     span = f"steps 1-{third}", f"steps {len(result.reports) - third + 1}-{len(result.reports)}"
     view.table("Summary (held-out: before training, after)", ("", *span), rows)
 

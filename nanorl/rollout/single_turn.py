@@ -21,7 +21,9 @@ Progress = Callable[[int, int], None]
 class Sampler(Protocol):
     """What the rollout needs of an engine (`nanorl.engine.client.GenerationClient`)."""
 
-    async def generate_batch(self, prompt_ids: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[list[Completion]]:
+    async def generate_batch(
+        self, prompt_ids: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
+    ) -> list[list[Completion]]:
         """One request for all prompts; answers the n completions of each, in order."""
         ...
 
@@ -68,7 +70,8 @@ class SingleTurn:
     ) -> list[Group]:
         """Samples group_size responses a prompt, grades them, and gives each sample its advantage.
 
-        All first tries go as one request: the engine sees the same batch in every run with the same seed, and so answers
+        All first tries go as one request: the engine sees the same batch in every run with the same seed, and so
+        answers
         the same bits. FAILED and ABORTED samples are sampled again, `max_retries` times at most, and masked after that.
 
         Raises:
@@ -99,14 +102,16 @@ class SingleTurn:
         by_row: list[list[Sample]] = [[] for _ in prompts]
         for (row, _), sample in sorted(done.items()):
             by_row[row].append(sample)
-        return [with_advantages(Group(prompt=p, samples=tuple(s)), self.algo) for p, s in zip(prompts, by_row, strict=True)]
+        return [
+            with_advantages(Group(prompt=p, samples=tuple(s)), self.algo) for p, s in zip(prompts, by_row, strict=True)
+        ]
 
     def _sampling(self, prompt: Prompt, prompt_ids: Sequence[int]) -> SamplingParams:
         room = self.context_length - len(prompt_ids)
         if room < 1:
             raise DataError(
-                f"Prompt {prompt.id!r} has {len(prompt_ids)} tokens; the context of {self.context_length} leaves no room for a "
-                "response. Shorten or drop the prompt, or raise the engine's context length."
+                f"Prompt {prompt.id!r} has {len(prompt_ids)} tokens; the context of {self.context_length} leaves no "
+                "room for a response. Shorten or drop the prompt, or raise the engine's context length."
             )
         return SamplingParams(
             max_new_tokens=min(self.rollout.max_new_tokens or room, room),

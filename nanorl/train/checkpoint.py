@@ -5,7 +5,8 @@
         optimizer.safetensors                               Adam's moments and step counts, by parameter name
         state.json                                          step, version, RNG, data position, sha256 of every file
 
-A folder under its final name is complete: it is written beside, flushed to the disk, and renamed. No pickle is involved.
+A folder under its final name is complete: it is written beside, flushed to the disk, and renamed. No pickle is
+involved.
 """
 
 import hashlib
@@ -82,7 +83,9 @@ def save_checkpoint(
         _flush(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(f"Can't write the checkpoint {path}: {error}. Free some space; older ones are untouched.") from None
+        raise CheckpointError(
+            f"Can't write the checkpoint {path}: {error}. Free some space; older ones are untouched."
+        ) from None
     for old in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(checkpoint_path(folder, old), ignore_errors=True)
     return path
@@ -118,7 +121,9 @@ def read_state(path: Path) -> TrainState:
     except (OSError, msgspec.DecodeError) as error:
         raise CheckpointError(f"Expected a complete checkpoint in {path}: {error}. Resume from another step.") from None
     if damaged:
-        raise CheckpointError(f"The checkpoint {path} is damaged: {', '.join(damaged)} changed. Resume from another step.")
+        raise CheckpointError(
+            f"The checkpoint {path} is damaged: {', '.join(damaged)} changed. Resume from another step."
+        )
     return state
 
 

@@ -17,7 +17,7 @@ class TokenScores(NamedTuple):
     """What a forward pass says of the targets."""
 
     logprobs: Tensor
-    """[B, T] nats, fp32 or better, of the targets under softmax(logits / temperature), 0 where masked; carries the gradient."""
+    """[B, T] nats, fp32 or better: log softmax(logits / temperature) of the targets, 0 where masked; with gradient."""
     entropy: Tensor
     """[B, T] nats of the whole distribution, 0 where masked; no gradient."""
 
@@ -60,7 +60,9 @@ class Policy:
         return torch.autocast(self.device.type, dtype=self.autocast)
 
 
-def load_policy(path: str | Path, device: torch.device, temperature: float, autocast: torch.dtype | None = None) -> Policy:
+def load_policy(
+    path: str | Path, device: torch.device, temperature: float, autocast: torch.dtype | None = None
+) -> Policy:
     """Loads a Hugging Face folder in fp32.
 
     Raises:
@@ -70,7 +72,9 @@ def load_policy(path: str | Path, device: torch.device, temperature: float, auto
     try:
         model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"Expected a causal language model in {path}, transformers could not load it: {error}") from error
+        raise ModelError(
+            f"Expected a causal language model in {path}, transformers could not load it: {error}"
+        ) from error
     return Policy(model.to(device), temperature, autocast)
 
 

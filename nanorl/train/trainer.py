@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 
@@ -47,7 +48,9 @@ class Trainer:
             ConfigError: the configuration still has open fields.
         """
         if train.lr is None or train.num_minibatches is None or algo.constant_length is None:
-            raise ConfigError("The trainer needs lr, num_minibatches and constant_length: resolve the config with a preset")
+            raise ConfigError(
+                "The trainer needs lr, num_minibatches and constant_length: resolve the config with a preset"
+            )
         self.policy = policy
         self.train, self.algo = train, algo
         self.dump_dir = dump_dir
@@ -74,7 +77,7 @@ class Trainer:
         order = [samples[i] for i in torch.randperm(len(samples), generator=self.generator).tolist()]
         bounds = [len(order) * k // self.num_minibatches for k in range(self.num_minibatches + 1)]
         totals = _Sums()
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in pairwise(bounds):
             on_progress(start, len(order))
             self._minibatch(order[start:end], totals)
         on_progress(len(order), len(order))

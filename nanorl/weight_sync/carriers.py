@@ -21,7 +21,8 @@ LOCAL_HOSTS = {"127.0.0.1", "localhost", "::1"}
 def allowed_carriers(client: EngineClient, device: torch.device) -> tuple[Carrier, ...]:
     """The carriers that work between a trainer on `device` and this engine, the fastest first.
 
-    A handle needs one machine: CUDA IPC where both sides are on a GPU, shared memory where the engine is on a CPU. The disk
+    A handle needs one machine: CUDA IPC where both sides are on a GPU, shared memory where the engine is on a CPU.
+    The disk
     needs a path that both can read, which is taken for granted.
     """
     is_local = urlsplit(client.url).hostname in LOCAL_HOSTS

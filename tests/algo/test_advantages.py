@@ -10,7 +10,11 @@ import pytest
 from nanorl.algo.advantages import group_advantages
 from nanorl.errors import ConfigError
 
-CASES = [c for c in json.loads((Path(__file__).parents[1] / "data" / "algorithms.json").read_text()) if c["what"] == "group advantage"]
+CASES = [
+    c
+    for c in json.loads((Path(__file__).parents[1] / "data" / "algorithms.json").read_text())
+    if c["what"] == "group advantage"
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['std']}-{c['rewards']}")

@@ -73,7 +73,9 @@ def test_masked_garbage_and_huge_differences_stay_finite(bad: float, side: str) 
     train = row(-1.0, bad if side == "train" else -2.0, -0.5).requires_grad_()
     behaviour = row(-1.1, bad if side == "behaviour" else -2.0, -0.4)
     mask = torch.tensor([[True, False, True]])
-    result = policy_loss(masked_log_ratio(train, behaviour, mask), row(1.0, bad, -1.0), mask, clip_low=0.2, clip_high=0.2)
+    result = policy_loss(
+        masked_log_ratio(train, behaviour, mask), row(1.0, bad, -1.0), mask, clip_low=0.2, clip_high=0.2
+    )
     result.loss.sum().backward()
     assert result.loss.isfinite().all()
     assert train.grad is not None

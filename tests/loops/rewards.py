@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 from nanorl.types import FinishReason, Prompt
 
@@ -19,7 +20,7 @@ def sometimes_broken(prompt: Prompt, text: str, finish_reason: FinishReason) -> 
     if kind == 2:
         return float("nan")
     if kind == 3:
-        return None  # pyright: ignore
+        return None  # pyright: ignore[reportReturnType]
     return float(kind)
 
 
@@ -32,7 +33,7 @@ def slow(prompt: Prompt, text: str, finish_reason: FinishReason) -> float:
     """Keeps a run in its rollout, and says so."""
     marker = os.environ.get("NANORL_TEST_MARKER")
     if marker:
-        with open(marker, "a") as file:
+        with Path(marker).open("a") as file:
             file.write("x")
     time.sleep(0.5)
     return 1.0

@@ -76,7 +76,7 @@ def test_two_runs_with_one_seed_give_the_same_bits(model: Path, tmp_path: Path) 
 
 
 def test_every_step_trains_on_its_own_weights(model: Path, tmp_path: Path) -> None:
-    """Contracts 1, 3, 6, 7: versions count the syncs, every token is of the newest one, and trainer and engine agree on it."""
+    """Contracts 1, 3, 6, 7: versions count syncs, every token is of the newest, trainer and engine agree on it."""
     result = run(model, tmp_path / "run", "run.steps=3", "sync.full_check=true", "rollout.temperature=1.3")
     for step, row in enumerate(metrics_of(tmp_path / "run"), start=1):
         assert row["weight_version"] == step + 1  # the sync before the first sample is version 1
@@ -107,7 +107,13 @@ def test_logged_reward_is_the_one_that_trained(model: Path, tmp_path: Path) -> N
 
 def test_failed_grades_are_masked_and_counted_never_zero(model: Path, tmp_path: Path) -> None:
     """ms-swift 8123, miles 1706: without retries every kind of failure stays, by cause, out of mean and gradient."""
-    run(model, tmp_path / "run", "run.steps=1", "reward.name=tests.loops.rewards:sometimes_broken", "rollout.max_retries=0")
+    run(
+        model,
+        tmp_path / "run",
+        "run.steps=1",
+        "reward.name=tests.loops.rewards:sometimes_broken",
+        "rollout.max_retries=0",
+    )
     (row,) = metrics_of(tmp_path / "run")
     samples = [s for group in groups_of(tmp_path / "run", 1) for s in group.samples]
     failed = [s for s in samples if s.status is Status.FAILED]
@@ -119,15 +125,29 @@ def test_failed_grades_are_masked_and_counted_never_zero(model: Path, tmp_path: 
 
 
 def test_failed_samples_are_sampled_again(model: Path, tmp_path: Path) -> None:
-    run(model, tmp_path / "none", "run.steps=1", "reward.name=tests.loops.rewards:sometimes_broken", "rollout.max_retries=0")
-    run(model, tmp_path / "two", "run.steps=1", "reward.name=tests.loops.rewards:sometimes_broken", "rollout.max_retries=2")
+    run(
+        model,
+        tmp_path / "none",
+        "run.steps=1",
+        "reward.name=tests.loops.rewards:sometimes_broken",
+        "rollout.max_retries=0",
+    )
+    run(
+        model,
+        tmp_path / "two",
+        "run.steps=1",
+        "reward.name=tests.loops.rewards:sometimes_broken",
+        "rollout.max_retries=2",
+    )
     without, with_retries = metrics_of(tmp_path / "none")[0], metrics_of(tmp_path / "two")[0]
     assert with_retries["rollout/num_failed"] < without["rollout/num_failed"]
     assert with_retries["rollout/num_samples"] == 16
 
 
 def test_a_reward_that_never_answers_drops_all_groups_and_moves_nothing(model: Path, tmp_path: Path) -> None:
-    run(model, tmp_path / "run", "run.steps=1", "reward.name=tests.loops.rewards:always_broken", "rollout.max_retries=1")
+    run(
+        model, tmp_path / "run", "run.steps=1", "reward.name=tests.loops.rewards:always_broken", "rollout.max_retries=1"
+    )
     (row,) = metrics_of(tmp_path / "run")
     assert row["rollout/dropped_groups"] == 4
     assert row["rollout/failed/raised"] == 16
@@ -160,7 +180,9 @@ def test_a_server_of_another_model_gets_nothing(model: Path, tmp_path: Path) -> 
             assert client.model_info().weight_version == "default"
 
 
-def test_an_engine_that_dies_ends_the_run_with_its_log(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_dies_ends_the_run_with_its_log(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Contract 10: killed from inside, in the middle of a run, and nothing hangs."""
     import os
     import signal
@@ -197,7 +219,9 @@ def _children_of(pid: int | None) -> list[int]:
         (["model.device=cuda"], ConfigError, "no GPU"),
     ],
 )
-def test_bad_input_is_refused_with_its_name(model: Path, tmp_path: Path, sets: list[str], error: type[Exception], message: str) -> None:
+def test_bad_input_is_refused_with_its_name(
+    model: Path, tmp_path: Path, sets: list[str], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         run(model, tmp_path / "run", *sets)
 

@@ -46,7 +46,9 @@ def test_ragged_rows_equal_one_by_one() -> None:
 
 def test_masks_come_from_positions() -> None:
     """A sampled token that equals pad or eos is still trained (AReaL 846)."""
-    completion = Completion(token_ids=(0, 2, 2), logprobs=(-1.0, -1.0, -1.0), weight_versions=(VersionSpan(0, 0, 3),), finish_reason="stop")
+    completion = Completion(
+        token_ids=(0, 2, 2), logprobs=(-1.0, -1.0, -1.0), weight_versions=(VersionSpan(0, 0, 3),), finish_reason="stop"
+    )
     batch = make_batch([Sample.from_completion("g", 0, (2, 0), completion)])
     assert batch.loss_mask.tolist() == [[False, True, True, True]]
 

@@ -30,10 +30,10 @@ def go_on(trainer: Trainer, steps: range) -> list[dict[str, float]]:
     return [trainer.step(s) for s in samples]
 
 
-
-
 def save(trainer: Trainer, folder: Path, target: Path, step: int, keep: int = 2) -> Path:
-    return save_checkpoint(target, trainer, folder, step=step, version=step + 1, data={"epoch": 0, "position": 8 * step}, keep=keep)
+    return save_checkpoint(
+        target, trainer, folder, step=step, version=step + 1, data={"epoch": 0, "position": 8 * step}, keep=keep
+    )
 
 
 def test_three_and_three_equal_six(folder: Path, tmp_path: Path) -> None:
@@ -61,7 +61,10 @@ def test_it_loads_with_transformers(folder: Path, tmp_path: Path) -> None:
         assert torch.equal(model(input_ids=ids).logits, trainer.policy.model(input_ids=ids).logits)
     is_tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert is_tied == trainer.policy.model.config.tie_word_embeddings
-    assert AutoTokenizer.from_pretrained(path)("abc")["input_ids"] == AutoTokenizer.from_pretrained(folder)("abc")["input_ids"]
+    assert (
+        AutoTokenizer.from_pretrained(path)("abc")["input_ids"]
+        == AutoTokenizer.from_pretrained(folder)("abc")["input_ids"]
+    )
 
 
 def test_only_the_newest_stay_and_a_half_written_one_does_not_count(folder: Path, tmp_path: Path) -> None:
@@ -89,7 +92,7 @@ def test_damage_is_noticed(folder: Path, tmp_path: Path, damage: str, name: str)
         file.write_bytes(content)
     else:
         file.write_bytes(content[: len(content) // 2])
-    with pytest.raises(CheckpointError, match="damaged|complete checkpoint"):
+    with pytest.raises(CheckpointError, match=r"damaged|complete checkpoint"):
         load_checkpoint(path, make_trainer(folder, tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""The trainer on a real tiny model: logprobs, gradients independent of the cut, direction, and steps that must not happen."""
+"""The trainer on a real tiny model: logprobs, gradients independent of the cut, and steps that must not happen."""
 
 import json
 from collections.abc import Sequence
@@ -26,13 +26,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def on_policy_samples(policy: Policy, lengths: Sequence[int], advantages: Sequence[float], seed: int = 0) -> list[Sample]:
-    """Random tokens whose rollout_logprobs are the policy's own, as an engine with the same weights would report them."""
+def on_policy_samples(
+    policy: Policy, lengths: Sequence[int], advantages: Sequence[float], seed: int = 0
+) -> list[Sample]:
+    """Random tokens with the policy's own logprobs, as an engine with the same weights would report them."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for i, (length, advantage) in enumerate(zip(lengths, advantages, strict=True)):
         ids = torch.randint(3, 200, (4 + length,), generator=generator).tolist()
-        zeros = Completion(token_ids=tuple(ids[4:]), logprobs=(0.0,) * length, weight_versions=(VersionSpan(0, 0, length),), finish_reason="stop")
+        zeros = Completion(
+            token_ids=tuple(ids[4:]),
+            logprobs=(0.0,) * length,
+            weight_versions=(VersionSpan(0, 0, length),),
+            finish_reason="stop",
+        )
         sample = Sample.from_completion("g", i, ids[:4], zeros)
         with torch.no_grad():
             scores = policy.score(make_batch([sample])).logprobs[0, 3:]
@@ -47,8 +54,8 @@ def make_trainer(folder: Path, tmp_path: Path, dtype: torch.dtype = torch.float3
     policy.model.to(dtype)
     return Trainer(
         policy,
-        TrainConfig(**{"lr": 1e-3, "num_minibatches": 1} | train),  # pyright: ignore
-        AlgoConfig(**{"constant_length": 16} | algo),  # pyright: ignore
+        TrainConfig(**{"lr": 1e-3, "num_minibatches": 1} | train),  # pyright: ignore[reportArgumentType]
+        AlgoConfig(**{"constant_length": 16} | algo),  # pyright: ignore[reportArgumentType]
         seed=0,
         dump_dir=tmp_path,
     )
@@ -85,7 +92,9 @@ def test_padded_rows_equal_rows_alone(folder: Path) -> None:
     with torch.no_grad():
         together = policy.score(make_batch(samples)).logprobs
     for row, sample in enumerate(samples):
-        assert together[row, 3 : 3 + sample.num_sampled].tolist() == pytest.approx(sample.rollout_logprobs[4:], abs=1e-5)
+        assert together[row, 3 : 3 + sample.num_sampled].tolist() == pytest.approx(
+            sample.rollout_logprobs[4:], abs=1e-5
+        )
 
 
 @pytest.mark.parametrize("reduction", ["token", "sample", "constant"])
@@ -146,7 +155,7 @@ def test_a_wrong_temperature_shows_as_mismatch(folder: Path, tmp_path: Path) -> 
 
 
 def test_nothing_to_learn_makes_no_step(folder: Path, tmp_path: Path) -> None:
-    """OpenRLHF 182: an all-zero step, an empty completion and no sample at all: gradient 0, weights the same, counted."""
+    """OpenRLHF 182: an all-zero step, an empty completion, no sample at all: weights the same, counted."""
     trainer = make_trainer(folder, tmp_path)
     before = [p.clone() for p in trainer.parameters]
     empty = Completion(token_ids=(), logprobs=(), weight_versions=(), finish_reason="length")
