@@ -210,8 +210,13 @@ class EngineClient:
         The cache is flushed first, so that every key and value comes from the weights of now.
 
         Raises:
-            EngineError: the answer doesn't cover the tokens, or the request failed.
+            EngineError: the answer doesn't cover the tokens, or the engine can't score at this temperature.
         """
+        if temperature != 1.0 and "parameters" not in self.server_info():
+            raise EngineError(
+                f"{self.url}: SGLang reports logprobs of given tokens at temperature 1 only, expected {temperature:g}. "
+                "Set rollout.temperature to 1 to rescore with it."
+            )
         self.flush_cache()
         return [self._score_one(ids, start, temperature) for ids, start in zip(sequences, prompt_lens, strict=True)]
 

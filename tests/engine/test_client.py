@@ -104,6 +104,18 @@ def test_prefill_rescoring_equals_what_was_sampled(client: EngineClient) -> None
     assert client.score([[5, 6]], [2], 1.0) == [[]]
 
 
+def test_rescoring_at_another_temperature(client: EngineClient, engine: RunningEngine) -> None:
+    """slime 557, OpenRLHF 857, trl 4873: SGLang would answer logprobs of temperature 1, without a word."""
+    params = SamplingParams(max_new_tokens=6, temperature=0.5, ignore_eos=True)
+    ((completion,),) = sample(client.url, [[5, 6, 7]], [params])
+    sequence = [5, 6, 7, *completion.token_ids]
+    if engine.is_embedded:
+        assert client.score([sequence], [3], 0.5)[0] == pytest.approx(completion.logprobs, abs=1e-4)
+    else:
+        with pytest.raises(EngineError, match=r"at temperature 1 only, expected 0\.5"):
+            client.score([sequence], [3], 0.5)
+
+
 def test_a_bad_prompt_fails_alone(client: EngineClient) -> None:
     """prime-rl 1986, trl 3698: a prompt beyond the context is an error of its own, neither cut nor fatal to the
     batch."""
