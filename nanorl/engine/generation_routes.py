@@ -1,8 +1,10 @@
 """Routes that generate: /generate and /v1/chat/completions."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Response
@@ -48,7 +50,7 @@ class Generator:
 
         def done(request: Request, error: str | None) -> None:
             self._engine.close_request(request)
-            loop.call_soon_threadsafe(_settle, finished, error)
+            _call_soon(loop, _settle, finished, error)
 
         request = Request(on_done=done)
         is_list = self._intake.sequences_of(body, request)
@@ -72,11 +74,11 @@ class Generator:
 
         def progress(sequence: EngineSequence) -> None:
             event = Progress(sequence, len(sequence.output_ids), sequence.finish)
-            loop.call_soon_threadsafe(events.put_nowait, event)
+            _call_soon(loop, events.put_nowait, event)
 
         def done(request: Request, error: str | None) -> None:
             self._engine.close_request(request)
-            loop.call_soon_threadsafe(events.put_nowait, error)
+            _call_soon(loop, events.put_nowait, error)
 
         request = Request(on_done=done, on_progress=progress)
         self._intake.sequences_of(body, request)
@@ -95,6 +97,12 @@ class Generator:
     def check(self, body: GenerateRequest) -> None:
         """Raises: Refusal, where `stream` would."""
         self._intake.sequences_of(body, Request(on_done=lambda _request, _error: None))
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: Any) -> None:
+    """From the engine's thread; a server that has stopped in the meantime has nobody left to tell."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback, *arguments)
 
 
 async def _disconnected(http: HttpRequest) -> None:

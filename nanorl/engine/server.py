@@ -30,7 +30,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--served-name", help="the model's name in answers; default: --model")
     parser.add_argument("--max-running-requests", type=int, default=512, help="rows that decode together")
-    parser.add_argument("--max-total-tokens", type=int, help="KV cache positions; default: what fits, see docs")
+    parser.add_argument("--max-total-tokens", type=int, help="KV cache positions; default: a fifth of the memory")
     parser.add_argument("--context-length", type=int, help="default: the model's own")
     parser.add_argument("--seed", type=int, default=0, help="of the seeds of requests that bring none")
     return parser.parse_args(argv)

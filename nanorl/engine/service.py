@@ -18,8 +18,10 @@ from nanorl.engine.torch_engine import TorchEngine, pick_device
 from nanorl.engine.weight_routes import check_router, weight_router
 from nanorl.errors import EngineError
 
-_MEMORY_SHARE = 0.3
-"""Of the memory that is free after loading the model, for the KV cache: the trainer lives on the same machine."""
+_MEMORY_SHARE = 0.2
+"""Of the machine's memory, for the KV cache: the trainer lives there too. Not of what is free at the moment: how many
+rows fit decides who runs beside whom, and must not change from run to run.
+"""
 
 
 class Service:
@@ -80,7 +82,7 @@ def _limits(arguments: argparse.Namespace, adapter: ModelAdapter) -> EngineLimit
     context = arguments.context_length or getattr(adapter.config, "max_position_embeddings", None) or 4096
     max_rows = arguments.max_running_requests
     bytes_per_token = sum(s.key_width + s.value_width for s in adapter.layer_shapes) * adapter.dtype.itemsize
-    fitting = int(_free_bytes(adapter.device) * _MEMORY_SHARE) // bytes_per_token
+    fitting = int(_total_bytes(adapter.device) * _MEMORY_SHARE) // bytes_per_token
     max_tokens = arguments.max_total_tokens or min(max_rows * context, fitting)
     if min(context, max_rows, max_tokens // 16) < 1:
         raise EngineError(
@@ -89,7 +91,7 @@ def _limits(arguments: argparse.Namespace, adapter: ModelAdapter) -> EngineLimit
     return EngineLimits(context_length=context, max_total_tokens=max_tokens, max_running_requests=max_rows)
 
 
-def _free_bytes(device: torch.device) -> int:
+def _total_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -45,7 +45,7 @@ class TorchEngine:
         self._seeds = random.Random(seed)
         self._open: dict[int, Request] = {}
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._stopping = threading.Event()
+        self._stopping, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -102,16 +102,16 @@ class TorchEngine:
         return future
 
     def _enqueue(self, command: Callable[[], None], refuse: Callable[[str], None]) -> None:
-        def guarded() -> None:
-            if self.failure:
-                refuse(self.failure)
+        def obeyed_or_refused() -> None:
+            if self.failure or self._stopping.is_set():
+                refuse(self.failure or "The engine is shutting down")
             else:
                 command()
 
-        if self.failure or self._stopping.is_set():
-            refuse(self.failure or "The engine is shutting down")
+        if self._ended.is_set():  # nobody empties the queue any more
+            obeyed_or_refused()
         else:
-            self._commands.put(guarded)
+            self._commands.put(obeyed_or_refused)
 
     # The engine's thread
 
@@ -122,11 +122,16 @@ class TorchEngine:
                 if self.core.has_work:
                     self.core.step()
             self.core.abort(None)
+            self._obey(wait=False)
         except BaseException as error:  # noqa: BLE001 the thread's boundary: nobody may wait for a dead engine
             traceback.print_exc()
             self.failure = f"The engine died: {type(error).__name__}: {error}"
             self._fail_all()
             self.on_crash()
+            while not self._stopping.is_set():
+                self._obey(wait=True)  # the server still answers while it shuts down: everybody gets the reason
+        finally:
+            self._ended.set()
 
     def _obey(self, *, wait: bool) -> None:
         """Runs the commands that have come; with `wait`, at least one."""
@@ -143,7 +148,6 @@ class TorchEngine:
         for request in list(self._open.values()):
             request.on_done(request, self.failure)
         self._open.clear()
-        self._obey(wait=False)
 
 
 def pick_device(name: str) -> torch.device:
