@@ -77,7 +77,7 @@ def probe_tito(
         view.header(header)
     result = ProbeResult(
         drift=_measure_drift(tokenizer, turns, num_samples, config.run.seed, view),
-        checks=(*_check_random(tokenizer, num_samples, config.run.seed), *checks),
+        checks=(*_check_types(tokenizer, turns, num_samples, config.run.seed), *checks),
         template=probe_template(cast("drift.Tokenizer", tokenizer)),
     )
     show(result, view)
@@ -100,8 +100,11 @@ def _measure_drift(
     return tuple(drift.measure_drift(probed, kind, sequences) for kind, sequences in kinds.items())
 
 
-def _check_random(tokenizer: "PreTrainedTokenizerFast", num_samples: int, seed: int) -> list[Check]:
-    turns = random_turns(sorted(set(tokenizer.get_vocab().values())), num_samples, seed)
+def _check_types(
+    tokenizer: "PreTrainedTokenizerFast", sampled: Sequence[Turn], num_samples: int, seed: int
+) -> list[Check]:
+    """Samples and batches, over what the engine answered and over turns of random ids and lengths."""
+    turns = [*sampled, *random_turns(sorted(set(tokenizer.get_vocab().values())), num_samples, seed)]
     return [check_stored(turns), check_slices(turns)]
 
 
@@ -144,7 +147,7 @@ def _probe_engine(
         appended = check_appended(
             http, fitting, last_id, lambda done: view.progress("sending back", done, len(fitting))
         )
-    return turns, [answered, check_stored(turns), check_slices(turns), appended]
+    return turns, [answered, appended]
 
 
 def _suffix(tokenizer: "PreTrainedTokenizerFast") -> list[int]:

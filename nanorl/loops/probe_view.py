@@ -4,14 +4,16 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, zip_longest
 
+from rich.cells import cell_len, set_cell_size
+
 from nanorl.loops.probe_checks import ProbeResult
 from nanorl.tokens.drift import DriftReport, RoundTrip
 from nanorl.tokens.probe import Finding, Harm, TemplateReport
 from nanorl.tracking.view import View
 
 NUM_EXAMPLES = 3
-WIDTH = 24
-"""Characters of an example's column."""
+WIDTH = 22
+"""Cells of an example's column."""
 
 KINDS = ("growth", "prompt", "turn")
 HARM = {Harm.NONE: "harmless", Harm.SEVERAL_TURNS: "several turns", Harm.EVERYTHING: "everything"}
@@ -36,7 +38,7 @@ def show(result: ProbeResult, view: View) -> None:
     for fault in [fault for check in result.checks for fault in check.faults][:NUM_EXAMPLES]:
         view.note(f"  wrong: {fault}")
     _show_template(result.template, view)
-    view.table("Verdict", ("training on", "verdict", "because"), _wrapped(_verdict_rows(result), (13, 7, 52)))
+    view.table("Verdict", ("training on", "verdict", "because"), _wrapped(_verdict_rows(result), (13, 7, 50)))
 
 
 def _drift_row(report: DriftReport) -> Sequence[str]:
@@ -63,7 +65,7 @@ def _ids(token_ids: Sequence[int], first: int) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= WIDTH else text[: WIDTH - 1] + "…"
+    return text if cell_len(text) <= WIDTH else set_cell_size(text, WIDTH - 1).rstrip() + "…"
 
 
 def _show_template(report: TemplateReport, view: View) -> None:
@@ -81,7 +83,7 @@ def _show_template(report: TemplateReport, view: View) -> None:
     )
     if report.findings:
         rows = [_cause_row(group) for group in _by_cause(report.findings)]
-        view.table("Causes", ("cause", "where first", "forbids"), _wrapped(rows, (33, 28, 13)))
+        view.table("Causes", ("cause", "where first", "forbids"), _wrapped(rows, (31, 26, 13)))
 
 
 def _share(counts: tuple[int, int]) -> str:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from nanorl.tracking.columns import GAP, fitting
 from nanorl.tracking.rollouts import Excerpt
-from nanorl.tracking.view import LOG, header_line, step_line, table_text
+from nanorl.tracking.view import LOG, header_line, holds_numbers, step_line, table_text
 from nanorl.types import StepReport
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -106,7 +106,7 @@ class RichView:
         LOG.info("%s", table_text(title, columns, rows))
         table = Table(box=box.ROUNDED, border_style="dim")
         for i, column in enumerate(columns):
-            table.add_column(Text(column), justify="left" if i == 0 else "right")
+            table.add_column(Text(column), justify="right" if holds_numbers(rows, i) else "left")
         for row in rows:
             table.add_row(*map(Text, row))
         self._stop()

@@ -134,8 +134,15 @@ def step_line(report: StepReport, steps: int) -> str:
 
 
 def table_text(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as aligned text: the first column to the left, numbers to the right."""
+    """A table as aligned text: words to the left, numbers to the right."""
     cells = [list(columns), *[list(row) for row in rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells]
-    return "\n".join([title, *lines])
+    align = [str.rjust if holds_numbers(rows, i) else str.ljust for i in range(len(columns))]
+    lines = ["  ".join(put(cell, width) for put, cell, width in zip(align, row, widths, strict=True)) for row in cells]
+    return "\n".join([title, *map(str.rstrip, lines)])
+
+
+def holds_numbers(rows: Sequence[Sequence[str]], column: int) -> bool:
+    """Whether a column belongs to the right: not the first, and with more digits than letters."""
+    text = "".join(row[column] for row in rows)
+    return column > 0 and sum(map(str.isalpha, text)) <= sum(map(str.isdigit, text))

@@ -71,7 +71,7 @@ def test_with_an_engine_what_it_sampled_comes_back_id_for_id(
     """Trl 5242: the ids go over HTTP and back; a random model writes bytes that would all drift."""
     result = probe_tito(make_config(model, engine.url), PlainView(), num_samples=16)
     assert result.exit_code == 0
-    assert [check.num_checked for check in result.checks] == [16] * 6
+    assert [check.num_checked for check in result.checks] == [32, 32, 16, 16]
     assert all(check.passed for check in result.checks)
     sampled = result.drift[0]
     assert (sampled.kind, sampled.num_sequences) == ("sampled by the model", 16)
@@ -105,7 +105,7 @@ def test_an_unsafe_template_is_exit_code_1_with_its_cause(
     assert result.single_turn_safe
     assert result.template.causes(Harm.SEVERAL_TURNS) == [Cause.REASONING_DROPPED]
     verdict = capsys.readouterr().out.split("Verdict")[1]
-    assert "several turns   UNSAFE" in verdict
+    assert "several turns  UNSAFE" in verdict
     assert "reasoning of earlier turns is dropped" in verdict
 
 
