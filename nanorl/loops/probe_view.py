@@ -113,7 +113,7 @@ def _wrapped(rows: Iterable[Sequence[str]], widths: Sequence[int]) -> list[Seque
     """Long cells go on in rows below: plain output has no other way to stay within 80 columns."""
     wrapped: list[Sequence[str]] = []
     for row in rows:
-        lines = [textwrap.wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
+        lines = [textwrap.wrap(cell, width, break_on_hyphens=False) for cell, width in zip(row, widths, strict=True)]
         wrapped += zip_longest(*lines, fillvalue="")
     return wrapped
 
