@@ -5,7 +5,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -66,6 +66,11 @@ def train(
     seed: Seed = None,
     run_dir: RunDir = None,
     overwrite: Overwrite = None,
+    resume: Annotated[
+        str | None,
+        typer.Option("--resume", metavar="[STEP]", help="Go on in --run-dir from its newest, or that, checkpoint."),
+    ] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: none.")] = None,
     config: ConfigFile = None,
     set_: Set = None,
     quiet: Quiet = False,
@@ -76,6 +81,8 @@ def train(
         "run.seed": seed,
         "run.dir": run_dir,
         "run.overwrite": overwrite,
+        "run.resume": resume,
+        "run.checkpoint_every": checkpoint_every,
         "rollout.prompts_per_step": prompts_per_step,
         "rollout.group_size": group_size,
         "rollout.max_new_tokens": max_new_tokens,
@@ -83,7 +90,7 @@ def train(
         "train.lr": lr,
         **_engine_flags(model, engine, engine_url, take_over),
     }
-    resolved = _load(config, set_, flags)
+    resolved = _load(config, set_, flags, resumed=run_dir if resume else False)
     with _view(quiet=quiet) as view:
         view.progress("importing torch", 0, 0)
         from nanorl.loops.train import train as run
@@ -176,10 +183,28 @@ def plot(
     typer.echo(f"wrote {run_plot(runs or ['latest'], out)}")
 
 
-def _load(config: Path | None, sets: list[str] | None, flags: dict[str, Any]) -> "Config":
+def _load(
+    config: Path | None, sets: list[str] | None, flags: dict[str, Any], resumed: str | Literal[False] | None = False
+) -> "Config":
+    """`resumed`: the run folder (None: the latest) whose own configuration is the base."""
     from nanorl.config import load_config
 
-    return load_config(config, sets or (), flags)
+    base = None
+    if resumed is not False:
+        from nanorl.loops.resume import saved_config
+
+        base = saved_config(resumed)
+        flags = {**flags, "run.dir": base.run.dir}
+    return load_config(config, sets or (), flags, base)
+
+
+def _fill_in_resume(argv: list[str]) -> list[str]:
+    """`--resume` without a step means the newest checkpoint; Typer knows no options with an optional value."""
+    filled = list(argv)
+    for i, word in enumerate(argv):
+        if word == "--resume" and not (i + 1 < len(argv) and (argv[i + 1].isdecimal() or argv[i + 1] == "latest")):
+            filled[i] = "--resume=latest"
+    return filled
 
 
 def _view(*, quiet: bool = False) -> "View":
@@ -196,7 +221,7 @@ def main() -> None:
     """Runs a command; what nanorl raises on purpose becomes one message and exit code 2."""
     signal.signal(signal.SIGTERM, _on_sigterm)
     try:
-        app(standalone_mode=True)
+        app(_fill_in_resume(sys.argv[1:]), standalone_mode=True)
     except NanoRLError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)

@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -29,7 +29,7 @@ class Section(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=T
     """Base of every section: frozen, keyword-only, no unknown keys."""
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True):
     """Which policy is trained."""
 
     name: str = "auto"
@@ -39,11 +39,11 @@ class ModelConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
-class ArithmeticData(Section, tag_field="type", tag="arithmetic"):
+class ArithmeticData(Section, frozen=True, tag_field="type", tag="arithmetic"):
     """The built-in two-step arithmetic; train and held-out problems are disjoint."""
 
 
-class JsonlData(Section, tag_field="type", tag="jsonl"):
+class JsonlData(Section, frozen=True, tag_field="type", tag="jsonl"):
     """One JSON object a line: prompt (text or messages), label, metadata."""
 
     path: str
@@ -51,7 +51,7 @@ class JsonlData(Section, tag_field="type", tag="jsonl"):
     """Held-out problems; None: the last tenth of `path`."""
 
 
-class RewardConfig(Section):
+class RewardConfig(Section, frozen=True):
     """Who grades."""
 
     name: str = "arithmetic"
@@ -60,7 +60,7 @@ class RewardConfig(Section):
     """A user's function that takes longer makes its sample FAILED."""
 
 
-class RolloutConfig(Section):
+class RolloutConfig(Section, frozen=True):
     """How the policy is sampled."""
 
     prompts_per_step: Positive | None = None
@@ -81,7 +81,7 @@ class RolloutConfig(Section):
             raise ValueError("group_size must be at least 2: the group advantage of a single sample is always 0")
 
 
-class AlgoConfig(Section):
+class AlgoConfig(Section, frozen=True):
     """Group advantages and the clipped policy loss (`nanorl.algo`)."""
 
     std: Literal["population", "sample", "none"] = "population"
@@ -96,7 +96,7 @@ class AlgoConfig(Section):
     """What `constant` divides each sample by, in tokens; None: max_new_tokens."""
 
 
-class TrainConfig(Section):
+class TrainConfig(Section, frozen=True):
     """The optimizer and how a step's samples are cut."""
 
     lr: PositiveFloat | None = None
@@ -111,7 +111,7 @@ class TrainConfig(Section):
     """Padded tokens in one forward pass; changes memory, not gradients."""
 
 
-class EngineConfig(Section):
+class EngineConfig(Section, frozen=True):
     """Who samples."""
 
     type: Literal["auto", "torch", "sglang"] = "auto"
@@ -123,7 +123,7 @@ class EngineConfig(Section):
     request_timeout_s: Seconds = 600.0
 
 
-class SyncConfig(Section):
+class SyncConfig(Section, frozen=True):
     """How weights travel to the engine."""
 
     carrier: Literal["auto", "shared_memory", "cuda_ipc", "disk"] = "auto"
@@ -131,7 +131,7 @@ class SyncConfig(Section):
     """Compare every tensor by checksum after each sync, not only one."""
 
 
-class RunConfig(Section):
+class RunConfig(Section, frozen=True):
     """The run as a whole."""
 
     steps: Positive = 6
@@ -139,11 +139,17 @@ class RunConfig(Section):
     dir: str | None = None
     """The run folder; None: runs/<time>-<model>."""
     overwrite: bool = False
+    resume: str | None = None
+    """`latest` or a step: go on in `dir` from that checkpoint."""
+    checkpoint_every: NonNegative = 20
+    """Loop steps between checkpoints, one at the end besides; 0: none at all."""
+    keep_checkpoints: Positive = 2
+    """How many of the newest stay."""
     eval_prompts: NonNegative = 256
     """Held-out prompts answered before and after training, once each at the training temperature; 0: none."""
 
 
-class TrackingConfig(Section):
+class TrackingConfig(Section, frozen=True):
     """Where the numbers go besides metrics.jsonl (`nanorl.tracking`); each backend is an extra of the package."""
 
     backends: tuple[Literal["tensorboard", "wandb", "mlflow", "prometheus"], ...] = ()
@@ -159,7 +165,7 @@ class TrackingConfig(Section):
     """Keep every step's samples under rollouts/: about 30 bytes a token, needed for `show` and replay."""
 
 
-class Config(Section):
+class Config(Section, frozen=True):
     """Everything that decides a run."""
 
     model: ModelConfig = ModelConfig()
@@ -174,18 +180,29 @@ class Config(Section):
     run: RunConfig = RunConfig()
 
 
-def load_config(path: Path | None = None, sets: Iterable[str] = (), flags: Mapping[str, Any] | None = None) -> Config:
-    """Defaults, overridden by the TOML file, then by `section.key=value` settings, then by flags that are not None.
+def load_config(
+    path: Path | None = None,
+    sets: Iterable[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    base: Config | None = None,
+) -> Config:
+    """Defaults or `base`, then the TOML file, then `section.key=value` settings, then flags that are not None.
 
     Args:
         path: TOML file with one table a section.
         sets: `section.key=value`, the value in TOML's syntax, bare words as strings.
         flags: `section.key` -> value, as parsed by the command line.
+        base: a configuration to start from: a resumed run's.
 
     Raises:
         ConfigError: a file that can't be read, an unknown key, a value of the wrong type or out of range.
     """
-    tree: dict[str, Any] = _read_toml(path) if path else {}
+    tree: dict[str, Any] = msgspec.to_builtins(base) if base else {}
+    for section, values in (_read_toml(path) if path else {}).items():
+        if isinstance(values, dict):
+            tree.setdefault(section, {}).update(values)
+        else:
+            tree[section] = values
     for setting in sets:
         key, separator, text = setting.partition("=")
         if not separator or "." not in key:
@@ -295,13 +312,13 @@ def _choices(path: str, value: Any) -> str:
 def _check_finite(tree: Mapping[str, Any], path: str) -> None:
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            _check_finite(value, f"{path}{key}.")  # pyright: ignore[reportUnknownArgumentType]
+            _check_finite(cast("Mapping[str, Any]", value), f"{path}{key}.")
         elif isinstance(value, float) and not isfinite(value):
             raise ConfigError(f"{path}{key}: expected a finite number, got {value}")
 
 
 def _section_type(path: str, tree: Mapping[str, Any]) -> type[msgspec.Struct]:
-    default = getattr(Config(), path)
     if path == "data" and tree.get("data", {}).get("type") == "jsonl":
         return JsonlData
-    return type(default)
+    section: msgspec.Struct = getattr(Config(), path)
+    return type(section)

@@ -6,26 +6,28 @@ Only this room knows all others. Whatever is started here is stopped here, in re
 import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-import msgspec
 import torch
 
-from nanorl.config import Config, to_json
+from nanorl.config import Config
 from nanorl.data import PromptStream, build_data
 from nanorl.engine.client import EngineClient
 from nanorl.engine.generation import GenerationClient
 from nanorl.loops.engine import EngineHandle, acquire_engine
+from nanorl.loops.recorder import Recorder
 from nanorl.loops.resolve import resolve
+from nanorl.loops.resume import open_folder, restore
 from nanorl.models.presets import ResolvedModel
 from nanorl.rewards.hub import build_grader
 from nanorl.rollout.runner import EventLoopThread
 from nanorl.rollout.single_turn import SingleTurn
-from nanorl.tokens.chat import ChatFormat, load_chat
-from nanorl.tracking.rollouts import RolloutWriter, excerpt
-from nanorl.tracking.run_folder import RunFolder, create_run_folder, write_atomically
-from nanorl.tracking.trackers import Trackers, open_trackers, require_backends
+from nanorl.tokens.chat import load_chat
+from nanorl.tracking.run_folder import RunFolder
+from nanorl.tracking.trackers import require_backends
 from nanorl.tracking.view import View
+from nanorl.train.checkpoint import TrainState, save_checkpoint
 from nanorl.train.model import load_policy
 from nanorl.train.trainer import Trainer
 from nanorl.types import Group, Prompt, StepReport
@@ -39,12 +41,10 @@ class Run:
 
     config: Config
     """Resolved: no field is open."""
+    model: ResolvedModel
     folder: RunFolder
     view: View
-    trackers: Trackers
-    rollouts: RolloutWriter | None
-    """None where the configuration keeps no rollouts."""
-    chat: ChatFormat
+    recorder: Recorder
     prompts: PromptStream
     heldout: Sequence[Prompt]
     rollout: SingleTurn
@@ -54,16 +54,29 @@ class Run:
     sync: WeightSync
     version: int = 0
     """The weights that the engine holds: how many syncs this run has made."""
+    done_steps: int = 0
+    """Loop steps that are done, in this process or before a resume."""
 
     def sample(
-        self, prompts: Sequence[Prompt], noise: int, *, group_size: int | None = None, what: str = "sampling"
+        self,
+        prompts: Sequence[Prompt],
+        noise: int,
+        *,
+        group_size: int | None = None,
+        temperature: float | None = None,
+        what: str = "sampling",
     ) -> list[Group]:
-        """Graded groups of the engine's current weights; `noise` and the run's seed decide the sampling."""
-        self.view.progress(what, 0, len(prompts) * (group_size or self.group_size))
-        work = self.rollout.collect(
+        """Graded groups of the engine's current weights; `noise` and the run's seed decide the sampling.
+
+        Group size and temperature are the training's where none is given.
+        """
+        size = group_size or self.group_size
+        rollout = self.rollout if temperature is None else replace(self.rollout, temperature=temperature)
+        self.view.progress(what, 0, len(prompts) * size)
+        work = rollout.collect(
             prompts,
             self.config.run.seed * 1_000_000_007 + noise,
-            group_size or self.group_size,
+            size,
             lambda done, total: self.view.progress(what, done, total),
         )
         return self.event_loop.run(work, self.config.engine.request_timeout_s, self.engine.check)
@@ -79,12 +92,27 @@ class Run:
         return report
 
     def log(self, report: StepReport, groups: Sequence[Group]) -> None:
-        """The step, to the view and to every tracker; its samples, to the run folder."""
-        if self.rollouts:
-            self.rollouts.write(report.step, groups)
-        self.trackers.log(report)
-        self.view.sample(excerpt(groups, self.chat.decode))
-        self.view.step(report, self.config.run.steps)
+        """Records a finished step, and keeps a checkpoint where one is due."""
+        self.recorder.log(report, groups)
+        self.done_steps = report.step
+        every = self.config.run.checkpoint_every
+        if every and (report.step % every == 0 or report.step == self.config.run.steps):
+            self.save_checkpoint()
+
+    def save_checkpoint(self) -> None:
+        """Keeps the run as it stands after the last step."""
+        self.view.progress("saving a checkpoint", 0, 0)
+        save_checkpoint(
+            self.folder.path / "checkpoints",
+            self.trainer,
+            Path(self.model.path),
+            TrainState(
+                step=self.done_steps,
+                weight_version=self.version,
+                data=dict(self.prompts.state_dict()),
+            ),
+            keep=self.config.run.keep_checkpoints,
+        )
 
     @property
     def prompts_per_step(self) -> int:
@@ -113,46 +141,43 @@ def build(config: Config, view: View) -> Iterator[Run]:
         prompts = build_data(config.data, config.run.seed)
         grader = build_grader(config.reward)
         stack.callback(grader.close)
-        folder = stack.enter_context(
-            create_run_folder(config.run.dir, model.name, overwrite=config.run.overwrite, model_path=model.path)
-        )
-        write_atomically(folder.config, to_json(config))
-        trackers = open_trackers(config.tracking, folder.path, msgspec.to_builtins(config), view.note)
-        stack.callback(trackers.close)
+        folder, checkpoint = open_folder(config, model)
+        stack.enter_context(folder)
+        recorder = Recorder(config, folder, chat, view)
+        stack.callback(recorder.close)
         engine, trainer = _start_both(stack, config, model, folder, view)
         view.header(_header(config, model, engine, folder))
         event_loop = stack.enter_context(EventLoopThread())
         sampler = GenerationClient(engine.url, timeout_s=config.engine.request_timeout_s)
         stack.callback(lambda: event_loop.run(sampler.aclose(), timeout_s=10.0))
-        rollout = SingleTurn(
-            sampler=sampler,
-            chat=chat,
-            grader=grader,
-            rollout=config.rollout,
-            algo=config.algo,
-            context_length=engine.context_length,
-        )
         client = stack.enter_context(EngineClient(engine.url))
         sync = make_sync(config.sync.carrier, client, trainer.policy.device, folder.path)
         stack.callback(sync.close)
-        rollouts = RolloutWriter(folder.rollouts, chat.decode, view.note) if config.tracking.rollouts else None
-        if rollouts:
-            stack.callback(rollouts.close)
         run = Run(
             config=config,
+            model=model,
             folder=folder,
             view=view,
-            trackers=trackers,
-            rollouts=rollouts,
-            chat=chat,
+            recorder=recorder,
             prompts=prompts,
             heldout=prompts.heldout(config.run.eval_prompts),
-            rollout=rollout,
+            rollout=SingleTurn(
+                sampler=sampler,
+                chat=chat,
+                grader=grader,
+                rollout=config.rollout,
+                algo=config.algo,
+                temperature=config.rollout.temperature,
+                context_length=engine.context_length,
+            ),
             event_loop=event_loop,
             trainer=trainer,
             engine=engine,
             sync=sync,
         )
+        if checkpoint:
+            state = restore(checkpoint, trainer, prompts)
+            run.done_steps, run.version = state.step, state.weight_version - 1
         # A server that another run has trained must give no false result: ours first, whoever started it.
         run.sync_weights()
         yield run

@@ -107,7 +107,8 @@ class _Bench:
     def _change(self, i: int) -> None:
         """Other weights than the last sync's, so that a sync that does nothing can't pass; they never wander off."""
         floats = list({t.data_ptr(): t for t in self.tensors.values() if t.is_floating_point()}.values())
-        torch._foreach_mul_(floats, 1.25 if i % 2 == 0 else 0.8)
+        for tensor in floats:
+            tensor.mul_(1.25 if i % 2 == 0 else 0.8)
 
     def _result(
         self, carrier: Carrier, reports: Sequence[SyncReport], before: tuple[float, float | None]

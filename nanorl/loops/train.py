@@ -29,7 +29,7 @@ def train(config: Config, view: View) -> TrainResult:
     """
     with build(config, view) as run:
         before = evaluate(run)
-        reports = tuple(_step(run, step) for step in range(1, run.config.run.steps + 1))
+        reports = tuple(_step(run, step) for step in range(run.done_steps + 1, run.config.run.steps + 1))
         after = evaluate(run)
         result = TrainResult(reports, before, after)
         _summarize(result, view)

@@ -62,6 +62,8 @@ class SingleTurn:
     grader: Grader
     rollout: RolloutConfig
     algo: AlgoConfig
+    temperature: float
+    """The training's; 0 only where nothing is trained."""
     context_length: int
     """Tokens that prompt and response together may have."""
 
@@ -115,7 +117,7 @@ class SingleTurn:
             )
         return SamplingParams(
             max_new_tokens=min(self.rollout.max_new_tokens or room, room),
-            temperature=self.rollout.temperature,
+            temperature=self.temperature,
             stop_token_ids=list(self.chat.stop_token_ids),
             skip_special_tokens=False,
             no_stop_trim=True,

@@ -33,46 +33,42 @@ class TrainState(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     step: int
     """Loop steps that are done."""
     weight_version: int
-    num_updates: int
-    """Optimizer steps that are done."""
-    generator: str
-    """State of the minibatch order's random numbers, in hex."""
+    """What the engine holds."""
     data: dict[str, Any]
     """Position of the prompt stream."""
+    num_updates: int = 0
+    """Optimizer steps that are done."""
+    generator: str = ""
+    """State of the minibatch order's random numbers, in hex."""
     sha256: dict[str, str] = msgspec.field(default_factory=dict[str, str])
     """File name -> hash, so that a damaged checkpoint is noticed before it trains."""
 
 
-def save_checkpoint(
-    folder: Path, trainer: Trainer, source: Path, *, step: int, version: int, data: Mapping[str, Any], keep: int
-) -> Path:
+def save_checkpoint(folder: Path, trainer: Trainer, source: Path, state: TrainState, *, keep: int) -> Path:
     """Writes `folder`/step-N, then removes all but the newest `keep`.
 
     Args:
         folder: the run's `checkpoints`.
         trainer: whose weights and optimizer are kept.
         source: the model's folder; its configuration and tokenizer are copied.
-        step: N, loop steps done.
-        version: the weight version that the engine holds.
-        data: the prompt stream's state.
+        state: what belongs to others than the trainer; its step is N.
         keep: how many checkpoints stay.
 
     Raises:
         CheckpointError: the disk is full or can't be written; older checkpoints are untouched.
     """
-    path, partial = checkpoint_path(folder, step), folder / f".step-{step:05d}.partial"
+    path = checkpoint_path(folder, state.step)
+    partial = path.with_name(f".{path.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _copy_settings(source, partial)
         save_file(_own_storage(trainer), partial / WEIGHTS, metadata={"format": "pt"})
         save_file(_optimizer_tensors(trainer), partial / OPTIMIZER)
-        state = TrainState(
-            step=step,
-            weight_version=version,
+        state = msgspec.structs.replace(
+            state,
             num_updates=trainer.num_updates,
             generator=bytes(trainer.generator.get_state().tolist()).hex(),
-            data=dict(data),
             sha256={file.name: _hash(file) for file in sorted(partial.iterdir())},
         )
         (partial / STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=2))

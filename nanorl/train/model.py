@@ -75,7 +75,7 @@ def load_policy(
         raise ModelError(
             f"Expected a causal language model in {path}, transformers could not load it: {error}"
         ) from error
-    return Policy(model.to(device), temperature, autocast)
+    return Policy(nn.Module.to(model, device), temperature, autocast)
 
 
 def _select(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

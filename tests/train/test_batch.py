@@ -1,5 +1,7 @@
 """Shift by one, ragged batches, and the cut into micro-batches."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ def sample(prompt_len: int, response_len: int, advantage: float = 1.0, index: in
         finish_reason="stop",
     )
     made = Sample.from_completion("g", index, tuple(range(10, 10 + prompt_len)), completion)
-    return Sample(**{name: getattr(made, name) for name in made.__slots__} | {"advantage": advantage})
+    return replace(made, advantage=advantage)
 
 
 def test_response_sits_at_prompt_minus_one() -> None:

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanorl.errors import CheckpointError
-from nanorl.train.checkpoint import checkpoint_path, list_checkpoints, load_checkpoint, save_checkpoint
+from nanorl.train.checkpoint import TrainState, checkpoint_path, list_checkpoints, load_checkpoint, save_checkpoint
 from nanorl.train.trainer import Trainer
 from tests.tiny_models import build_tiny_model
 from tests.train.test_trainer import make_trainer, on_policy_samples
@@ -31,9 +31,8 @@ def go_on(trainer: Trainer, steps: range) -> list[dict[str, float]]:
 
 
 def save(trainer: Trainer, folder: Path, target: Path, step: int, keep: int = 2) -> Path:
-    return save_checkpoint(
-        target, trainer, folder, step=step, version=step + 1, data={"epoch": 0, "position": 8 * step}, keep=keep
-    )
+    state = TrainState(step=step, weight_version=step + 1, data={"epoch": 0, "position": 8 * step})
+    return save_checkpoint(target, trainer, folder, state, keep=keep)
 
 
 def test_three_and_three_equal_six(folder: Path, tmp_path: Path) -> None:
