@@ -29,7 +29,8 @@ def test_untied_head_moves_on_its_own(architecture: str, tmp_path: Path) -> None
     with EngineProcess(embedded_engine(folder)) as engine, EngineClient(engine.url) as client:
         sync = SharedMemorySync(client)
         with torch.no_grad():
-            model.lm_head.weight.add_(torch.randn_like(model.lm_head.weight) * 0.05)
+            head = model.get_parameter("lm_head.weight")
+            head.add_(torch.randn_like(head) * 0.05)
             model.get_input_embeddings().weight.mul_(1.1)
         sync.sync(model.state_dict().items(), 1)
         assert client.score([IDS], [3], 1.0)[0] == pytest.approx(expected_logprobs(model, 3), abs=1e-4)
