@@ -31,7 +31,7 @@ def test_untied_head_moves_on_its_own(architecture: str, tmp_path: Path) -> None
         with torch.no_grad():
             head = model.get_parameter("lm_head.weight")
             head.add_(torch.randn_like(head) * 0.05)
-            model.get_input_embeddings().weight.mul_(1.1)
+            model.get_parameter("model.embed_tokens.weight").mul_(1.1)
         sync.sync(model.state_dict().items(), 1)
         assert client.score([IDS], [3], 1.0)[0] == pytest.approx(expected_logprobs(model, 3), abs=1e-4)
         assert sync.verify(model.state_dict().items()) == len(list(model.parameters()))
