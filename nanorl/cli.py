@@ -5,7 +5,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -71,6 +71,13 @@ def train(
         typer.Option("--resume", metavar="[STEP]", help="Go on in --run-dir from its newest, or that, checkpoint."),
     ] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: none.")] = None,
+    eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations; 0: none.")] = None,
+    rollout_only: Annotated[
+        bool | None, typer.Option("--rollout-only", help="Sample and grade, train nothing.")
+    ] = None,
+    replay: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Train on that run's recorded rollouts, without an engine.")
+    ] = None,
     config: ConfigFile = None,
     set_: Set = None,
     quiet: Quiet = False,
@@ -79,10 +86,12 @@ def train(
     flags = {
         "run.steps": steps,
         "run.seed": seed,
-        "run.dir": run_dir,
+        "run.dir": None if resume else run_dir,
         "run.overwrite": overwrite,
         "run.resume": resume,
         "run.checkpoint_every": checkpoint_every,
+        "run.eval_every": eval_every,
+        "run.rollout_only": rollout_only,
         "rollout.prompts_per_step": prompts_per_step,
         "rollout.group_size": group_size,
         "rollout.max_new_tokens": max_new_tokens,
@@ -90,10 +99,18 @@ def train(
         "train.lr": lr,
         **_engine_flags(model, engine, engine_url, take_over),
     }
-    resolved = _load(config, set_, flags, resumed=run_dir if resume else False)
+    base = None
+    if resume or replay:
+        from nanorl.loops.resume import replayed_config, saved_config
+
+        base = saved_config(run_dir) if resume else replayed_config(str(replay))
+    resolved = _load(config, set_, flags, base)
     with _view(quiet=quiet) as view:
         view.progress("importing torch", 0, 0)
-        from nanorl.loops.train import train as run
+        if resolved.run.replay:
+            from nanorl.loops.replay import replay as run
+        else:
+            from nanorl.loops.train import train as run
 
         run(resolved, view)
 
@@ -137,6 +154,32 @@ def check_parity(
     raise typer.Exit(0 if result.holds else 1)
 
 
+@app.command("probe-tito")
+def probe_tito(
+    model: Model = None,
+    engine: EngineKind = None,
+    engine_url: EngineUrl = None,
+    take_over: TakeOver = None,
+    no_engine: Annotated[
+        bool, typer.Option("--no-engine", help="Only tokenizer and template; needs no weights.")
+    ] = False,
+    template: Annotated[
+        Path | None, typer.Option("--template", help="Try this chat template instead of the model's.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Sequences of each kind.")] = 256,
+    seed: Seed = None,
+    config: ConfigFile = None,
+    set_: Set = None,
+) -> None:
+    """Check that trained tokens are the sampled ones: tokenizer, template, batch, engine; exit code 1 if unsafe."""
+    resolved = _load(config, set_, {"run.seed": seed, **_engine_flags(model, engine, engine_url, take_over)})
+    with _view() as view:
+        from nanorl.loops.probe import probe_tito as run
+
+        result = run(resolved, view, num_samples=samples, use_engine=not no_engine, template_file=template)
+    raise typer.Exit(result.exit_code)
+
+
 @app.command("sync-bench")
 def sync_bench(
     iters: Annotated[int, typer.Option(min=1, help="Syncs a carrier.")] = 50,
@@ -158,6 +201,33 @@ def sync_bench(
             bench.show(results, view)
     if json:
         typer.echo(bench.as_json(results))
+
+
+@app.command("eval")
+def evaluate(
+    model: Model = None,
+    engine: EngineKind = None,
+    engine_url: EngineUrl = None,
+    take_over: TakeOver = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts, as many as there are.")] = 256,
+    samples: Annotated[int, typer.Option("--samples", "-k", min=1, help="Samples a prompt, for pass@k.")] = 8,
+    temperature: Annotated[float | None, typer.Option(help="Of the samples; the greedy answer comes besides.")] = None,
+    seed: Seed = None,
+    json: Annotated[bool, typer.Option("--json", help="Only one JSON object, for machines.")] = False,
+    config: ConfigFile = None,
+    set_: Set = None,
+) -> None:
+    """Answer held-out prompts: greedy, avg@k and pass@k with 95 % confidence intervals."""
+    flags = {"run.eval_prompts": prompts, "run.seed": seed, "rollout.temperature": temperature}
+    resolved = _load(config, set_, flags | _engine_flags(model, engine, engine_url, take_over))
+    with _view(quiet=json) as view:
+        from nanorl.loops import evaluate as loop
+
+        scores = loop.evaluate_model(resolved, view, num_samples=samples)
+        if not json:
+            loop.show(scores, view)
+    if json:
+        typer.echo(loop.as_json(scores))
 
 
 @app.command()
@@ -183,18 +253,9 @@ def plot(
     typer.echo(f"wrote {run_plot(runs or ['latest'], out)}")
 
 
-def _load(
-    config: Path | None, sets: list[str] | None, flags: dict[str, Any], resumed: str | Literal[False] | None = False
-) -> "Config":
-    """`resumed`: the run folder (None: the latest) whose own configuration is the base."""
+def _load(config: Path | None, sets: list[str] | None, flags: dict[str, Any], base: "Config | None" = None) -> "Config":
     from nanorl.config import load_config
 
-    base = None
-    if resumed is not False:
-        from nanorl.loops.resume import saved_config
-
-        base = saved_config(resumed)
-        flags = {**flags, "run.dir": base.run.dir}
     return load_config(config, sets or (), flags, base)
 
 

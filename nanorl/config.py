@@ -139,6 +139,10 @@ class RunConfig(Section, frozen=True):
     dir: str | None = None
     """The run folder; None: runs/<time>-<model>."""
     overwrite: bool = False
+    rollout_only: bool = False
+    """Sample and grade, train nothing."""
+    replay: str | None = None
+    """A run folder whose recorded rollouts are trained on, without an engine."""
     resume: str | None = None
     """`latest` or a step: go on in `dir` from that checkpoint."""
     checkpoint_every: NonNegative = 20
@@ -147,6 +151,8 @@ class RunConfig(Section, frozen=True):
     """How many of the newest stay."""
     eval_prompts: NonNegative = 256
     """Held-out prompts answered before and after training, once each at the training temperature; 0: none."""
+    eval_every: NonNegative = 0
+    """Steps between such evaluations during training; 0: none."""
 
 
 class TrackingConfig(Section, frozen=True):

@@ -39,6 +39,14 @@ def saved_config(run_dir: str | None) -> Config:
     return msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, dir=str(folder.path.resolve())))
 
 
+def replayed_config(run: str) -> Config:
+    """The base of `--replay`: the same settings, in a new folder."""
+    config = saved_config(run)
+    section = config.run
+    changed = msgspec.structs.replace(section, dir=None, resume=None, overwrite=False, replay=section.dir)
+    return msgspec.structs.replace(config, run=changed)
+
+
 def open_folder(config: Config, model: ResolvedModel) -> tuple[RunFolder, Path | None]:
     """A new run folder; or the resumed run's own, cut back to its checkpoint, and that checkpoint.
 

@@ -1,6 +1,7 @@
 """`nanorl train`: the synchronous, strictly on-policy loop. The whole of nanorl on one screen."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanorl.config import Config
@@ -8,7 +9,7 @@ from nanorl.loops.build import Run, build
 from nanorl.loops.evaluate import Accuracy, evaluate
 from nanorl.rollout.metrics import rollout_metrics
 from nanorl.tracking.view import View
-from nanorl.types import StepReport
+from nanorl.types import Group, Sample, StepReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +41,15 @@ def _step(run: Run, step: int) -> StepReport:
     """One turn of the loop: Prompt -> Group -> gradient -> weight version + 1."""
     start = time.perf_counter()
     groups = run.sample(run.prompts.next(run.prompts_per_step), step)
-    sampled = time.perf_counter()
+    sampled = trained = time.perf_counter()
+    metrics = rollout_metrics(groups)
 
-    # A group with fewer than two valid members has nothing to compare: it is dropped and counted, never trained.
-    samples = [sample for group in groups if len(group.valid) >= 2 for sample in group.valid]
-    metrics = run.trainer.step(samples, lambda done, total: run.view.progress("training", done, total))
-    trained = time.perf_counter()
-
-    synced = run.sync_weights()
+    if not run.config.run.rollout_only:
+        metrics |= run.trainer.step(trainable(groups), lambda done, total: run.view.progress("training", done, total))
+        trained = time.perf_counter()
+        metrics |= run.sync_weights().metrics()
     end = time.perf_counter()
 
-    metrics |= rollout_metrics(groups) | synced.metrics()
     metrics |= {
         "rollout/tokens_per_s": metrics["rollout/num_tokens"] / (sampled - start),
         "time/rollout_s": sampled - start,
@@ -58,9 +57,18 @@ def _step(run: Run, step: int) -> StepReport:
         "time/sync_s": end - trained,
         "time/step_s": end - start,
     }
-    report = StepReport(step=step, weight_version=run.version, metrics=metrics)
+    every = run.config.run.eval_every
+    accuracy = evaluate(run) if every and step % every == 0 else None
+    report = StepReport(
+        step=step, weight_version=run.version, metrics=metrics | (accuracy.metrics() if accuracy else {})
+    )
     run.log(report, groups)
     return report
+
+
+def trainable(groups: Sequence[Group]) -> list[Sample]:
+    """The samples that train. A group with fewer than two valid members has nothing to compare: it is dropped."""
+    return [sample for group in groups if len(group.valid) >= 2 for sample in group.valid]
 
 
 def _summarize(result: TrainResult, view: View) -> None:
