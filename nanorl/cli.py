@@ -281,6 +281,9 @@ def _engine_flags(model: str | None, engine: str | None, url: str | None, take_o
 def main() -> None:
     """Runs a command; what nanorl raises on purpose becomes one message and exit code 2."""
     signal.signal(signal.SIGTERM, _on_sigterm)
+    # Trainer and engine share the cores by turns. OpenMP's threads spin while they wait, by default, and one side's spinning
+    # makes the other's steps ten times slower as soon as a third process wants a core. Read when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app(_fill_in_resume(sys.argv[1:]), standalone_mode=True)
     except NanoRLError as error:

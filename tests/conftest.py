@@ -7,6 +7,8 @@ import subprocess
 
 import pytest
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `nanorl` does: engines and the test share the cores
+
 
 def _num_gpus() -> int:
     """NVIDIA GPUs by name, without importing torch."""

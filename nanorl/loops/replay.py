@@ -1,6 +1,6 @@
 """`nanorl train --replay RUN`: the recorded rollouts of a run, trained on again, without an engine.
 
-With the same settings the losses are the same to the bit; with others it shows what those would have made of exactly the
+With the same settings the losses are the same to the bit; with others it shows what those make of exactly the
 same samples.
 """
 
