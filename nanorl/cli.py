@@ -119,7 +119,7 @@ def train(
 def serve(
     model: Model = None,
     engine: EngineKind = None,
-    port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.")] = 30000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 takes a free one.")] = 30000,
     config: ConfigFile = None,
     set_: Set = None,
     quiet: Quiet = False,
@@ -281,8 +281,8 @@ def _engine_flags(model: str | None, engine: str | None, url: str | None, take_o
 def main() -> None:
     """Runs a command; what nanorl raises on purpose becomes one message and exit code 2."""
     signal.signal(signal.SIGTERM, _on_sigterm)
-    # Trainer and engine share the cores by turns. OpenMP's threads spin while they wait, by default, and one side's spinning
-    # makes the other's steps ten times slower as soon as a third process wants a core. Read when torch is loaded.
+    # Trainer and engine share the cores by turns. OpenMP threads spin while they wait, by default, and one side's
+    # spinning makes the other's steps ten times slower once a third process wants a core. Read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app(_fill_in_resume(sys.argv[1:]), standalone_mode=True)
