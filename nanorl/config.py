@@ -310,7 +310,7 @@ def _choices(path: str, value: Any) -> str:
     if path.count(".") != 1 or not isinstance(value, str):
         return ""
     section, name = path.partition("[")[0].split(".")
-    field_type = get_type_hints(type(getattr(Config(), section))).get(name)
+    field_type = get_type_hints(_section_type(section, {})).get(name)
     options = [o for part in (field_type, *get_args(field_type)) if get_origin(part) is Literal for o in get_args(part)]
     return f". Choices: {', '.join(options)}" if options else ""
 

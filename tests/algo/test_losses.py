@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanorl.algo.losses import kl_k1, kl_k2, kl_k3, masked_log_ratio, policy_loss, token_weights
+from nanorl.algo.losses import Reduction, kl_k1, kl_k2, kl_k3, masked_log_ratio, policy_loss, token_weights
 from nanorl.errors import BatchError
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "algorithms.json").read_text())
@@ -45,7 +45,7 @@ def test_k3_is_unbiased_and_never_negative() -> None:
 
 @pytest.mark.parametrize("case", [c for c in CASES if c["what"] == "reduction"])
 @pytest.mark.parametrize("reduction", ["token", "sample"])
-def test_recorded_reductions(case: dict, reduction: str) -> None:
+def test_recorded_reductions(case: dict, reduction: Reduction) -> None:
     width = max(len(losses) for losses in case["losses"])
     losses = torch.tensor([[*ls, *[7.0] * (width - len(ls))] for ls in case["losses"]])
     mask = torch.tensor([[i < len(ls) for i in range(width)] for ls in case["losses"]])

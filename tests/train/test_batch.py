@@ -7,7 +7,7 @@ import torch
 
 from nanorl.errors import BatchError
 from nanorl.train.batch import make_batch, micro_batches
-from nanorl.types import Completion, Sample, VersionSpan
+from nanorl.types import Completion, Sample, Status, VersionSpan
 
 
 def sample(prompt_len: int, response_len: int, advantage: float = 1.0, index: int = 0) -> Sample:
@@ -76,3 +76,22 @@ def test_no_samples_and_single_tokens_are_refused() -> None:
         make_batch([])
     with pytest.raises(BatchError, match="two tokens"):
         make_batch([sample(1, 0)])
+
+
+def test_every_sampled_token_of_every_turn_trains_and_no_other() -> None:
+    """SkyRL 1507: with environment tokens between two turns, each sampled token has the advantage, no other has one."""
+    mask = (False, False, True, True, False, False, True)
+    two_turns = Sample(
+        group_id="g",
+        index=0,
+        token_ids=(1, 2, 10, 11, 20, 21, 30),
+        loss_mask=mask,
+        rollout_logprobs=tuple(-0.5 if sampled else 0.0 for sampled in mask),
+        weight_versions=(VersionSpan(0, 2, 4), VersionSpan(0, 6, 7)),
+        status=Status.COMPLETED,
+        finish_reason="stop",
+        advantage=2.0,
+    )
+    batch = make_batch([two_turns])
+    assert batch.advantages.tolist() == [[2.0 if sampled else 0.0 for sampled in mask[1:]]]
+    assert batch.loss_mask.tolist() == [list(mask[1:])]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from nanorl.errors import CheckpointError
 from nanorl.train.checkpoint import TrainState, checkpoint_path, list_checkpoints, load_checkpoint, save_checkpoint
@@ -58,8 +58,8 @@ def test_it_loads_with_transformers(folder: Path, tmp_path: Path) -> None:
     ids = torch.arange(3, 20).unsqueeze(0)
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, trainer.policy.model(input_ids=ids).logits)
-    is_tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    assert is_tied == trainer.policy.model.config.tie_word_embeddings
+    head, embedding = model.get_parameter("lm_head.weight"), model.get_parameter("model.embed_tokens.weight")
+    assert (head is embedding) == AutoConfig.from_pretrained(folder).tie_word_embeddings
     assert (
         AutoTokenizer.from_pretrained(path)("abc")["input_ids"]
         == AutoTokenizer.from_pretrained(folder)("abc")["input_ids"]
