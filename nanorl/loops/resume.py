@@ -66,14 +66,18 @@ def open_folder(config: Config, model: ResolvedModel) -> tuple[RunFolder, Path |
             f"{config.run.dir} was made with other settings in {', '.join(differing) or 'run.seed'}: a resumed run "
             "keeps them. Leave them out, or start a new run."
         )
-    folder = reopen_run_folder(Path(str(saved.run.dir)))
-    checkpoint = _choose(config.run.resume, folder.path / "checkpoints")
+    checkpoint = _choose(config.run.resume, Path(str(saved.run.dir)) / "checkpoints")
     step = read_state(checkpoint).step
     if step >= config.run.steps:
         raise ConfigError(f"The run has done {step} steps already: pass --steps with more than that.")
+    folder = reopen_run_folder(Path(str(saved.run.dir)))
     # What was recorded after the checkpoint will be sampled again.
     truncate_metrics(folder.metrics, step)
     truncate_rollouts(folder.rollouts, step)
+    going_on = msgspec.structs.replace(config.run, resume=None)
+    write_atomically(
+        folder.config, to_json(msgspec.structs.replace(config, run=going_on))
+    )  # more steps, another engine
     return folder, checkpoint
 
 
