@@ -4,7 +4,7 @@ Only this room knows all others. Whatever is started here is stopped here, in re
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,6 +51,7 @@ class Run:
     event_loop: EventLoopThread
     trainer: Trainer
     engine: EngineHandle
+    client: EngineClient
     sync: WeightSync
     version: int = 0
     """The weights that the engine holds: how many syncs this run has made."""
@@ -79,7 +80,19 @@ class Run:
             size,
             lambda done, total: self.view.progress(what, done, total),
         )
-        return self.event_loop.run(work, self.config.engine.request_timeout_s, self.engine.check)
+        watch = self._watch_sampling(what, len(prompts) * size)
+        return self.event_loop.run(work, self.config.engine.request_timeout_s, watch)
+
+    def _watch_sampling(self, what: str, total: int) -> Callable[[], None]:
+        """Looks after the engine while it samples, and shows how many of its requests are done."""
+
+        def watch() -> None:
+            self.engine.check()
+            queues = self.client.queue_lengths()
+            if queues:
+                self.view.progress(what, max(0, total - sum(queues.values())), total)
+
+        return watch
 
     def sync_weights(self) -> SyncReport:
         """Makes the engine hold the trainer's weights, under the next version."""
@@ -173,6 +186,7 @@ def build(config: Config, view: View) -> Iterator[Run]:
             event_loop=event_loop,
             trainer=trainer,
             engine=engine,
+            client=client,
             sync=sync,
         )
         if checkpoint:
@@ -196,15 +210,15 @@ def _header(config: Config, model: ResolvedModel, engine: EngineHandle, folder: 
 def _start_both(
     stack: contextlib.ExitStack, config: Config, model: ResolvedModel, folder: RunFolder, view: View
 ) -> tuple[EngineHandle, Trainer]:
-    """The engine starts in its own process while the trainer's weights load in this one."""
+    """The trainer's model loads on a thread while the engine starts in its own process.
+
+    The engine is this thread's, since Ctrl-C comes here: while the engine starts, it is stopped at once.
+    """
     view.progress("starting the engine, loading the model", 0, 0)
     with ThreadPoolExecutor(max_workers=1) as pool:
-        starting = pool.submit(acquire_engine, config, model, folder.engine_log, str(folder.path))
-        try:
-            trainer = make_trainer(config, model, folder)
-        finally:
-            engine = stack.enter_context(starting.result())
-    return engine, trainer
+        loading = pool.submit(make_trainer, config, model, folder)
+        engine = stack.enter_context(acquire_engine(config, model, folder.engine_log, str(folder.path)))
+        return engine, loading.result()
 
 
 def make_trainer(config: Config, model: ResolvedModel, folder: RunFolder) -> Trainer:

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from nanorl.config import Config
 from nanorl.engine.client import EngineClient
@@ -45,9 +46,9 @@ def acquire_engine(config: Config, model: ResolvedModel, log_path: Path, owner: 
 
     Raises:
         EngineError: nothing answers at the URL, the server is held by another run, or our own didn't start.
-        ConfigError: an engine was asked for that this machine can't run.
+        ConfigError: an engine was asked for that this machine can't run, or engine.url is none.
     """
-    url = config.engine.url or find_server(model.path)
+    url = _checked(config.engine.url) if config.engine.url else find_server(model.path)
     if url is None:
         command = engine_command(config, model)
         with EngineProcess(command, log_path=log_path, ready_timeout_s=config.engine.start_timeout_s) as process:
@@ -67,6 +68,17 @@ def engine_command(config: Config, model: ResolvedModel, port: int = 0) -> Engin
         raise ConfigError("engine.type sglang: start SGLang yourself and pass --engine-url, or use --engine torch.")
     arguments = ["--dtype", str(config.model.dtype), "--device", config.model.device, "--served-name", model.name]
     return embedded_engine(model.path, *arguments, port=port)
+
+
+def _checked(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        is_url = False
+    if not is_url:
+        raise ConfigError(f"engine.url: expected something like http://127.0.0.1:30000, got {url!r}.")
+    return url
 
 
 def _describe(

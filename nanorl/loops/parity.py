@@ -69,13 +69,14 @@ def check_parity(config: Config, view: View) -> ParityResult:
 
 
 def inspect(run: Run) -> ParityResult:
-    """The check on a run that stands."""
+    """The check on a run that stands; it ends at the first comparison that fails."""
     before = _compare(run, "as loaded", noise=1)
+    if not before.holds:  # the sync below would mend stale weights, and leave nothing to find
+        return ParityResult((before,), find_suspect(run, before))
     run.trainer.step(_with_spread(before.samples), lambda done, total: run.view.progress("training", done, total))
     run.sync_weights()
-    comparisons = (before, _compare(run, "after a step and a sync", noise=2))
-    failed = next((c for c in comparisons if not c.holds), None)
-    return ParityResult(comparisons, find_suspect(run, failed) if failed else None)
+    after = _compare(run, "after a step and a sync", noise=2)
+    return ParityResult((before, after), None if after.holds else find_suspect(run, after))
 
 
 def find_suspect(run: Run, failed: Comparison) -> str:
@@ -104,6 +105,8 @@ def trainer_logprobs(run: Run, samples: Sequence[Sample]) -> list[list[float]]:
 def _compare(run: Run, title: str, noise: int) -> Comparison:
     groups = run.sample(run.prompts.next(run.prompts_per_step), noise)
     samples = tuple(s for group in groups for s in group.samples if s.is_valid and s.num_sampled)
+    if not samples:
+        raise EngineError("Expected answers to compare, got none: every sample failed or is empty, or none was graded.")
     run.view.progress("rescoring", 0, len(samples))
     ours = trainer_logprobs(run, samples)
     with EngineClient(run.engine.url) as client:

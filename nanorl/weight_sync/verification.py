@@ -110,8 +110,9 @@ def _matches(parts: Sequence[torch.Tensor], dtype: torch.dtype | None, checksum:
     if tensor_checksum(stacked) == checksum:
         return True
     missing_rows = -stacked.shape[0] % _VOCABULARY_ROWS if stacked.dim() == 2 else 0
-    padded = torch.nn.functional.pad(stacked, (0, 0, 0, missing_rows))
-    return missing_rows > 0 and tensor_checksum(padded) == checksum
+    if not missing_rows:
+        return False
+    return tensor_checksum(torch.nn.functional.pad(stacked, (0, 0, 0, missing_rows))) == checksum
 
 
 def _parts_of(held_name: str, tensors: Tensors) -> list[str]:
