@@ -128,6 +128,16 @@ class EngineClient:
                     raise EngineError(f"The engine did not get ready within {deadline_s:g} s: {error}") from None
             time.sleep(0.1)
 
+    def queue_lengths(self) -> dict[str, int]:
+        """`running` and `waiting` requests, as far as the engine tells."""
+        path = "/v1/loads" if "/v1/loads" in self.routes else "/server_info"
+        state = self._http.decode(self._http.call_ok("GET", path, repeatable=True), dict[str, Any])
+        for load in (*state.get("loads", ()), state):
+            found = {word: int(load[key]) for key, word in _QUEUES.items() if key in load}
+            if found:
+                return found
+        return {}
+
     # Requests in flight
 
     def pause(self, mode: PauseMode) -> None:
@@ -159,7 +169,7 @@ class EngineClient:
             refusal = error_message(response.content)
         raise EngineError(
             f"{self.url}/flush_cache: refused {len(FLUSH_WAITS_S) + 1} times over {sum(FLUSH_WAITS_S):.1f} s, because "
-            f"requests still run ({self.queue_lengths()}). It said: {refusal} "
+            f"requests still run ({_in_words(self.queue_lengths())}). It said: {refusal} "
             "Pause with mode retract, or wait for the requests to end."
         )
 
@@ -250,12 +260,6 @@ class EngineClient:
         if not (verdict.success and response.ok):
             raise WeightSyncError(f"{self.url}{path}: the engine refused: {verdict.message or 'no reason given'}")
 
-    def queue_lengths(self) -> str:
-        """Running and waiting requests in words, as far as the engine tells."""
-        path = "/v1/loads" if "/v1/loads" in self.routes else "/server_info"
-        state = self._http.decode(self._http.call_ok("GET", path, repeatable=True), dict[str, Any])
-        for load in (*state.get("loads", ()), state):
-            found = [f"{load[key]} {word}" for key, word in _QUEUES.items() if key in load]
-            if found:
-                return ", ".join(found)
-        return "the engine tells no queue lengths"
+
+def _in_words(queues: dict[str, int]) -> str:
+    return ", ".join(f"{number} {word}" for word, number in queues.items()) or "the engine tells no queue lengths"

@@ -48,9 +48,7 @@ def serve(config: Config, port: int, view: View) -> None:
 
 def _load(client: EngineClient) -> dict[str, str]:
     """What a person watches of a server."""
-    info = client.server_info()
-    return {
-        "running": str(info.get("num_running_reqs", "-")),
-        "waiting": str(info.get("num_waiting_reqs", "-")),
+    queues = {word: str(number) for word, number in client.queue_lengths().items()}
+    return queues | {
         "weight version": str(client.model_info().weight_version),
     }

@@ -10,7 +10,7 @@ from nanorl.errors import EngineError
 
 T = TypeVar("T")
 
-POLL_S = 0.2
+POLL_S = 0.5
 """How often the waiting thread wakes to look after the engine and to let Ctrl-C through."""
 
 

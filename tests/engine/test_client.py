@@ -198,7 +198,7 @@ def test_flush_refused_while_requests_run_names_the_queues(
     thread.start()
     try:
         end = time.monotonic() + 30
-        while "8 running" not in client.queue_lengths() and time.monotonic() < end:
+        while client.queue_lengths().get("running") != 8 and time.monotonic() < end:
             time.sleep(0.01)
         client.pause("in_place")
         with pytest.raises(EngineError, match=r"refused 3 times.*8 running, 0 waiting"):

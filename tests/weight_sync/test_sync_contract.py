@@ -122,7 +122,7 @@ def test_eight_requests_in_flight(client: EngineClient, engine: RunningEngine, m
     params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
     thread = threading.Thread(target=lambda: results.extend(sample(client.url, [[5, 6]] * 8, params)))
     thread.start()
-    while "8 running" not in client.queue_lengths() and thread.is_alive():
+    while client.queue_lengths().get("running") != 8 and thread.is_alive():
         pass
     perturb(model, 11)
     version = next_version(client)
