@@ -261,7 +261,8 @@ def test_two_hundred_syncs_leave_memory_flat(
     tensors = dict(model.state_dict())
 
     def measure() -> tuple[list[int], int, list[int]]:
-        names = list(Path("/dev/shm").glob("nanorl-*")) + list(Path("/dev/shm").glob("torch_*"))
+        own = [f"nanorl-*-{os.getpid()}-*", f"torch_{os.getpid()}_*"]  # other runs come and go
+        names = [path for pattern in own for path in Path("/dev/shm").glob(pattern)]
         return (
             [rss_bytes(pid) for pid in pids],
             len(names),
