@@ -1,7 +1,6 @@
 """The tiny model's warm start: plain supervised training on demonstrations. B sequences, L tokens, N answer tokens."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 import torch
@@ -80,23 +79,6 @@ def collate(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
 
 
 def answer_loss(model: Qwen3ForCausalLM, ids: Tensor, mask: Tensor) -> Tensor:
-    """Mean negative logprob of the N answer tokens, in nats."""
-    return functional.cross_entropy(model.lm_head(_answer_hidden(model, ids[:, :-1], mask)), ids[:, 1:][mask])
-
-
-def _answer_hidden(model: Qwen3ForCausalLM, ids: Tensor, mask: Tensor) -> Tensor:
-    """[N, hidden] of the positions in mask, equal to the model's own last_hidden_state there.
-
-    The prompt's positions end at the last layer's keys and values: nobody asks for their MLP, a fifth of all the work.
-    """
-    body = model.model
-    hidden = body.embed_tokens(ids)
-    rotary = body.rotary_emb(hidden, torch.arange(ids.shape[1]).unsqueeze(0))
-    blocks: Any = body.layers
-    *others, last = blocks
-    for layer in others:
-        hidden = layer(hidden, position_embeddings=rotary, attention_mask=None)
-    normed = last.input_layernorm(hidden)
-    attended = last.self_attn(hidden_states=normed, position_embeddings=rotary, attention_mask=None)[0]
-    answers = (hidden + attended)[mask]
-    return body.norm(answers + last.mlp(last.post_attention_layernorm(answers)))
+    """Mean negative logprob of the N answer tokens, in nats; the head sees no other position."""
+    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+    return functional.cross_entropy(model.lm_head(hidden[mask]), ids[:, 1:][mask])
