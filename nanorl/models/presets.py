@@ -76,6 +76,7 @@ def resolve_model(name: str, *, has_gpu: bool, on_progress: Progress = lambda *_
         from nanorl.models.tiny import RANDOM, TINY_RECIPE, ensure_tiny  # torch
 
         recipe = TINY_RECIPE if name == "tiny" else RANDOM
+        on_progress("preparing the tiny model", 0, 0)  # perhaps another process builds it right now
         path = ensure_tiny(recipe, lambda done, total: on_progress("building the tiny model", done, total))
         return ResolvedModel(name=name, path=str(path), preset=TINY)
     folder = Path(name).expanduser()
