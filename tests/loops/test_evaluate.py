@@ -4,6 +4,7 @@ import json
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ def test_eval_answers_held_out_prompts(
     words = ["eval", "--model", str(tiny_model), "--engine-url", shared_engine, "--prompts", "6", "-k", "4"]
     words += ["--set", "rollout.max_new_tokens=8", "--set", "reward.name=tests.loops.rewards:even_length"]
     children = own_children()
-    found: list[list[dict[str, float]]] = []
+    found: list[list[dict[str, Any]]] = []
     for _ in range(2):
         assert nanorl(*words, "--json") == 0
         found.append(json.loads(capsys.readouterr().out))
