@@ -80,22 +80,24 @@ class WorkerGrader:
         """One result an item, in order. One batch at a time.
 
         Raises:
-            RewardError: a worker that had to be replaced can't be started again.
+            RewardError: a worker that had to be replaced can't be started again, or the grader was closed meanwhile.
         """
         results: dict[int, RewardResult | RewardFailure] = {}
         todo = iter(enumerate(items))  # shared: each worker takes the next item as soon as it is free
 
         def drain(worker: "_Worker", todo: Iterator[tuple[int, GradeItem]]) -> None:
             for i, item in todo:
+                if worker.is_closed:  # the run ended: this thread must not keep the process alive
+                    raise RewardError("The grader was closed in the middle of a batch")
                 results[i] = worker.grade(item, self._timeout_s)
 
         await asyncio.gather(*(asyncio.to_thread(drain, worker, todo) for worker in self._workers[: len(items)]))
         return [results[i] for i in range(len(items))]
 
     def close(self) -> None:
-        """Kills the processes."""
+        """Kills the processes, also in the middle of a batch."""
         for worker in self._workers:
-            worker.stop()
+            worker.close()
 
 
 class _Worker:
@@ -103,6 +105,8 @@ class _Worker:
 
     def __init__(self, function_path: str) -> None:
         self._function_path = function_path
+        self.is_closed = False
+        """For good: nothing is started again."""
         self._start()
 
     def grade(self, item: GradeItem, timeout_s: float) -> RewardResult | RewardFailure:
@@ -117,9 +121,18 @@ class _Worker:
         except (EOFError, OSError):
             code = self._process.wait()
             failure = RewardFailure(cause="died", message=f"{self._function_path} ended its process with code {code}")
-        self.stop()
-        self._start()
+        if not self.is_closed:
+            self.stop()
+            self._start()
+        if self.is_closed:  # meanwhile: what was just started must not stay
+            self._process.kill()
         return failure
+
+    def close(self) -> None:
+        """Kills the process for good. A thread that grades with it meets the pipe's end: so the pipe stays open."""
+        self.is_closed = True
+        self._process.kill()
+        self._process.wait()
 
     def stop(self) -> None:
         """Kills the process, wherever it is."""
@@ -131,9 +144,7 @@ class _Worker:
         self._pipe, theirs = Pipe()
         command = [sys.executable, "-m", "nanorl.rewards.worker", self._function_path, str(theirs.fileno())]
         # The function's prints go to stderr: stdout is the program's own.
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()]
-        )
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()])
         theirs.close()
         try:
             answer = (

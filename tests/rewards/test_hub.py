@@ -1,10 +1,12 @@
 """Grading by anybody's function: a fault has a name, and is never a score."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,3 +186,22 @@ def _is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
     except OSError:
         return False
+
+
+def test_close_in_the_middle_of_a_batch_ends_it():
+    """AReaL 622: the batch's threads outlive the event loop; none may start a worker again or hold the process up."""
+    grader = WorkerGrader(FUNCTION, timeout_s=60.0, num_workers=2)
+    threads = threading.active_count()
+
+    async def cut_off() -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(grader.grade_all([item("hang") for _ in range(8)]), 0.3)
+        grader.close()
+
+    start = time.monotonic()
+    asyncio.run(cut_off())  # waits for the threads
+    assert time.monotonic() - start < 5.0
+    assert threading.active_count() == threads
+    assert all(worker._process.wait(5) is not None for worker in grader._workers)
+    with pytest.raises(RewardError, match="closed"):
+        asyncio.run(grader.grade_all([item("fine")]))
