@@ -23,6 +23,10 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[int, Meta(ge=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Seconds = PositiveFloat
+Beta = Annotated[float, Meta(ge=0, lt=1)]
+MIN_TEMPERATURE = 0.01
+MAX_SEED = 2**31 - 1
+MAX_STEPS = 10**9
 
 
 class Section(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -51,6 +55,9 @@ class JsonlData(Section, frozen=True, tag_field="type", tag="jsonl"):
     """Held-out problems; None: the last tenth of `path`."""
 
 
+DATA_TYPES = ("arithmetic", "jsonl")
+
+
 class RewardConfig(Section, frozen=True):
     """Who grades."""
 
@@ -67,15 +74,16 @@ class RolloutConfig(Section, frozen=True):
     group_size: Positive | None = None
     """G: samples a prompt, compared with each other."""
     max_new_tokens: Positive | None = None
-    temperature: NonNegativeFloat = 1.0
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
     max_retries: NonNegative = 2
     """How often a FAILED or ABORTED sample is sampled again before it is masked."""
 
     def __post_init__(self) -> None:
         """Refuses what GRPO can't train on."""
-        if self.temperature == 0:
+        if self.temperature < MIN_TEMPERATURE:
             raise ValueError(
-                "temperature must be above 0 in training: greedy samples have no distribution to learn from"
+                f"temperature must be above 0 in training, at least {MIN_TEMPERATURE}: greedy samples have no "
+                "distribution to learn from"
             )
         if self.group_size == 1:
             raise ValueError("group_size must be at least 2: the group advantage of a single sample is always 0")
@@ -100,7 +108,7 @@ class TrainConfig(Section, frozen=True):
     """The optimizer and how a step's samples are cut."""
 
     lr: PositiveFloat | None = None
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: NonNegativeFloat = 0.0
     max_grad_norm: PositiveFloat = 1.0
     warmup_steps: NonNegative = 0
@@ -134,8 +142,8 @@ class SyncConfig(Section, frozen=True):
 class RunConfig(Section, frozen=True):
     """The run as a whole."""
 
-    steps: Positive = 6
-    seed: NonNegative = 0
+    steps: Annotated[int, Meta(ge=1, le=MAX_STEPS)] = 6
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] = 0
     dir: str | None = None
     """The run folder; None: runs/<time>-<model>."""
     overwrite: bool = False
@@ -281,6 +289,8 @@ def _explain(message: str, tree: Mapping[str, Any]) -> str:
     path_match = re.search(r" - at `\$\.?([^`]*)`", message)
     path = path_match.group(1) if path_match else ""
     text = message[: path_match.start()] if path_match else message
+    if "required field `type`" in text:
+        return f"{path}: which keys belong there depends on {path}.type. Set it to one of: {', '.join(DATA_TYPES)}."
     unknown = re.search(r"unknown field `([^`]+)`", text)
     if not unknown:
         return f"{path}: {text}{_what_came(path, tree)}" if path else text
@@ -302,7 +312,10 @@ def _what_came(path: str, tree: Mapping[str, Any]) -> str:
             value = value[int(name)]  # pyright: ignore[reportUnknownVariableType]
         else:
             value = value.get(name) if isinstance(value, Mapping) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return "" if value is None or isinstance(value, Mapping) else f", got {value!r}{_choices(path, value)}"
+    if value is None or isinstance(value, Mapping):
+        return ""
+    choices = f". Choices: {', '.join(DATA_TYPES)}" if path == "data.type" else _choices(path, value)
+    return f", got {value!r}{choices}"
 
 
 def _choices(path: str, value: Any) -> str:
@@ -319,7 +332,8 @@ def _check_finite(tree: Mapping[str, Any], path: str) -> None:
     for key, value in tree.items():
         if isinstance(value, Mapping):
             _check_finite(cast("Mapping[str, Any]", value), f"{path}{key}.")
-        elif isinstance(value, float) and not isfinite(value):
+        numbers: list[Any] = value if isinstance(value, list) else [value]
+        if any(isinstance(number, float) and not isfinite(number) for number in numbers):
             raise ConfigError(f"{path}{key}: expected a finite number, got {value}")
 
 

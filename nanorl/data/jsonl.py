@@ -48,9 +48,7 @@ def split_heldout(prompts: Sequence[Prompt], path: str) -> tuple[Sequence[Prompt
         DataError: fewer than two prompts.
     """
     if len(prompts) < 2:
-        raise DataError(
-            f"{path} holds one prompt; two are needed, as the last tenth is held out for evaluation."
-        )
+        raise DataError(f"{path} holds one prompt; two are needed, as the last tenth is held out for evaluation.")
     cut = len(prompts) - max(1, len(prompts) // 10)
     return prompts[:cut], prompts[cut:]
 
@@ -68,8 +66,6 @@ def _read_line(line: bytes, where: str, default_id: str) -> Prompt:
 
 def _check_messages(messages: list[dict[str, Any]], where: str) -> None:
     if not messages or not all(isinstance(m.get("role"), str) and m.get("content") for m in messages):
-        raise DataError(
-            f"{where}: prompt must be a text or a list of messages, each with a role and a content"
-        )
+        raise DataError(f"{where}: prompt must be a text or a list of messages, each with a role and a content")
     if messages[-1]["role"] == "assistant":
         raise DataError(f"{where}: the last message is the assistant's; the policy needs a turn to answer")

@@ -35,6 +35,8 @@ def decode_texts(sequences: Items[EngineSequence], tokenizer: Any) -> list[str]:
     texts: dict[int, str] = {}
     for skips in (True, False):
         chosen = [s for s in sequences if s.params.skip_special_tokens is skips]
+        if not chosen:  # transformers 5.17 decodes no sequence at all to one empty text
+            continue
         decoded = tokenizer.batch_decode(
             [_text_ids(s.output_ids, s, s.finish) for s in chosen], skip_special_tokens=skips
         )

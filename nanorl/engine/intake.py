@@ -15,6 +15,13 @@ from nanorl.engine.sequence import EngineSequence, Request
 
 T = TypeVar("T")
 
+MAX_INT = 2**31 - 1
+"""What fits the engine's integer tensors, whatever is counted."""
+MAX_SAMPLES = 65_536
+"""Prompts times n of one request: each sample is an object in memory before the first token."""
+MIN_TEMPERATURE = 1e-3
+"""Below it logits / temperature leave fp32."""
+
 _SGLANG_ONLY = frozenset(
     {
         # /generate
@@ -117,6 +124,9 @@ class Intake:
             )
         if body.top_logprobs_num > 0 or body.return_routed_experts:
             raise Refusal("The embedded engine reports no top logprobs and no routed experts; SGLang does.", 501)
+        for settings in params:
+            _check_params(settings)
+        _check_number(sum(settings.n for settings in params))
         for prompt_ids, settings, rid in zip(prompts, params, rids, strict=True):
             self._check(prompt_ids, settings, body)
             request.sequences += self._samples(prompt_ids, settings, rid, body, request)
@@ -127,6 +137,8 @@ class Intake:
             raise Refusal("Either text or input_ids should be provided.")
         if body.text is not None:
             texts = body.text if isinstance(body.text, list) else [body.text]
+            if not texts:
+                raise Refusal("text cannot be empty.")
             return [self.tokenizer.encode(text) for text in texts], isinstance(body.text, list)
         items = body.input_ids or []
         ids = [item for item in items if isinstance(item, int)]
@@ -142,7 +154,6 @@ class Intake:
             raise Refusal(f"input_ids must be in [0, {self.vocab_size}), got {min(prompt_ids)} to {max(prompt_ids)}")
         if body.return_logprob and body.logprob_start_len > len(prompt_ids):
             raise Refusal(f"logprob_start_len={body.logprob_start_len} is beyond the {len(prompt_ids)} input tokens.")
-        _check_params(params)
         self._check_room(len(prompt_ids), params.max_new_tokens)
 
     def _check_room(self, num_prompt: int, num_new: int) -> None:
@@ -186,6 +197,13 @@ class Intake:
         ]
 
 
+def _check_number(num_samples: int) -> None:
+    if num_samples > MAX_SAMPLES:
+        raise Refusal(
+            f"One request may ask for {MAX_SAMPLES} samples, prompts times n, got {num_samples}. Send several."
+        )
+
+
 def _check_params(params: SamplingParams) -> None:
     rules = (
         (
@@ -194,10 +212,12 @@ def _check_params(params: SamplingParams) -> None:
             "a non-negative finite number",
         ),
         (0.0 < params.top_p <= 1.0, "top_p", "in (0, 1]"),
-        (params.top_k == -1 or params.top_k >= 1, "top_k", "-1 (off) or at least 1"),
+        (params.top_k == -1 or 1 <= params.top_k <= MAX_INT, "top_k", "-1 (off) or at least 1, in 32 bits"),
         (0.0 <= params.min_p <= 1.0, "min_p", "in [0, 1]"),
-        (params.max_new_tokens >= 0, "max_new_tokens", "at least 0"),
-        (params.n >= 1, "n", "at least 1"),
+        (0 <= params.max_new_tokens <= MAX_INT, "max_new_tokens", "at least 0, in 32 bits"),
+        (1 <= params.n <= MAX_SAMPLES, "n", f"1 to {MAX_SAMPLES}"),
+        (all(0 <= i <= MAX_INT for i in params.stop_token_ids or ()), "stop_token_ids", "ids in 32 bits"),
+        (params.temperature == 0.0 or params.temperature >= MIN_TEMPERATURE, "temperature", "0 or at least 1e-3"),
         (
             params.sampling_seed is None or -(1 << 63) <= params.sampling_seed < 1 << 63,
             "sampling_seed",

@@ -112,6 +112,12 @@ class EngineProcess:
         """None while the engine runs, else its exit code."""
         return self._process.poll() if self._process else 0
 
+    def wait_for_death(self, timeout_s: float) -> None:
+        """Gives an engine that is dying the time to be dead; returns early when it is."""
+        if self._process:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout_s)
+
     def check_alive(self) -> None:
         """Raises: EngineError when the engine has died, with the tail of its log and the likely cause."""
         code = self.poll()

@@ -15,6 +15,7 @@ from nanorl.config import Config
 from nanorl.data import PromptStream, build_data
 from nanorl.engine.client import EngineClient
 from nanorl.engine.generation import GenerationClient
+from nanorl.errors import EngineError, RewardError
 from nanorl.loops.engine import EngineHandle, acquire_engine
 from nanorl.loops.recorder import Recorder
 from nanorl.loops.resolve import resolve
@@ -81,7 +82,10 @@ class Run:
             lambda done, total: self.view.progress(what, done, total),
         )
         watch = self._watch_sampling(what, len(prompts) * size)
-        return self.event_loop.run(work, self.config.engine.request_timeout_s, watch)
+        with self.engine.blamed():
+            groups = self.event_loop.run(work, self.config.engine.request_timeout_s, watch)
+        _check_any_valid(groups)
+        return groups
 
     def _watch_sampling(self, what: str, total: int) -> Callable[[], None]:
         """Looks after the engine while it samples, and shows how many of its requests are done."""
@@ -98,7 +102,8 @@ class Run:
         """Makes the engine hold the trainer's weights, under the next version."""
         self.view.progress("syncing", 0, 0)
         self.engine.check()
-        report = self.sync.sync(self.trainer.named_tensors(), self.version + 1)
+        with self.engine.blamed():
+            report = self.sync.sync(self.trainer.named_tensors(), self.version + 1)
         self.version = report.version
         if self.config.sync.full_check:
             self.sync.verify(self.trainer.named_tensors())
@@ -205,6 +210,19 @@ def _header(config: Config, model: ResolvedModel, engine: EngineHandle, folder: 
         "dtype": str(config.model.dtype),
         "run": str(folder.path),
     }
+
+
+def _check_any_valid(groups: Sequence[Group]) -> None:
+    """Raises: RewardError, EngineError where not one sample is valid: whatever it is, more steps won't mend it."""
+    samples = [sample for group in groups for sample in group.samples]
+    if not samples or any(sample.is_valid for sample in samples):
+        return
+    first = samples[0].metadata
+    error = first.get("error", "no reason given")
+    reason = f"All {len(samples)} samples failed, also when sampled again. The first: {error}"
+    if "cause" in first:
+        raise RewardError(f"{reason} (in the reward: {first['cause']}).")
+    raise EngineError(f"{reason} (in the engine).")
 
 
 def _start_both(

@@ -10,8 +10,11 @@ from nanorl.config import Config
 from nanorl.engine.client import EngineClient
 from nanorl.engine.launcher import EngineCommand, EngineProcess, embedded_engine
 from nanorl.engine.registry import Lease, acquire_lease, check_lease, find_server
-from nanorl.errors import ConfigError
+from nanorl.errors import ConfigError, EngineError, WeightSyncError
 from nanorl.models.presets import ResolvedModel
+
+FIRST_CONTACT_S = 15.0
+"""A server that doesn't tell about itself within this is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,17 @@ class EngineHandle:
             self.process.check_alive()
         if self.lease is not None:
             check_lease(self.lease)
+
+    @contextlib.contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Where a call fails because our own engine has died, its death is the error, with the end of its log."""
+        try:
+            yield
+        except (EngineError, WeightSyncError):
+            if self.process is not None:
+                self.process.wait_for_death(1.0)
+                self.process.check_alive()
+            raise
 
 
 @contextlib.contextmanager
@@ -84,7 +98,7 @@ def _checked(url: str) -> str:
 def _describe(
     url: str, whose: str, *, process: EngineProcess | None = None, lease: Lease | None = None
 ) -> EngineHandle:
-    with EngineClient(url) as client:
+    with EngineClient(url, timeout_s=FIRST_CONTACT_S) as client:
         info = client.server_info()
     is_embedded = "parameters" in info
     return EngineHandle(

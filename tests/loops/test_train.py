@@ -11,7 +11,7 @@ from nanorl.config import Config, load_config
 from nanorl.engine.client import EngineClient
 from nanorl.engine.launcher import EngineProcess, embedded_engine
 from nanorl.engine.registry import acquire_lease, register_server
-from nanorl.errors import ConfigError, DataError, EngineError, WeightSyncError
+from nanorl.errors import ConfigError, DataError, EngineError, RewardError, WeightSyncError
 from nanorl.loops.train import TrainResult, train
 from nanorl.tracking.rollouts import read_rollouts
 from nanorl.tracking.view import PlainView
@@ -144,14 +144,10 @@ def test_failed_samples_are_sampled_again(model: Path, tmp_path: Path) -> None:
     assert with_retries["rollout/num_samples"] == 16
 
 
-def test_a_reward_that_never_answers_drops_all_groups_and_moves_nothing(model: Path, tmp_path: Path) -> None:
-    run(
-        model, tmp_path / "run", "run.steps=1", "reward.name=tests.loops.rewards:always_broken", "rollout.max_retries=1"
-    )
-    (row,) = metrics_of(tmp_path / "run")
-    assert row["rollout/dropped_groups"] == 4
-    assert row["rollout/failed/raised"] == 16
-    assert row["train/updates"] == 0
+def test_a_reward_that_never_answers_stops_the_run_with_its_reason(model: Path, tmp_path: Path) -> None:
+    """A step without one valid sample teaches nothing, and neither would the next."""
+    with pytest.raises(RewardError, match=r"All 16 samples failed.*planted"):
+        run(model, tmp_path / "run", "run.eval_prompts=0", "reward.name=tests.loops.rewards:always_broken")
 
 
 def test_a_running_server_is_found_synced_and_leased(model: Path, tmp_path: Path) -> None:

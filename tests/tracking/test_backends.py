@@ -84,8 +84,7 @@ def test_a_taken_prometheus_port_is_an_error_at_the_start(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # MLflow's own
 def test_mlflow_in_plain_files(tmp_path):
-    pytest.importorskip("mlflow")
-    from mlflow.tracking import MlflowClient
+    MlflowClient = pytest.importorskip("mlflow.tracking").MlflowClient  # noqa: N806 (a class)
 
     folder = tmp_path / "run-7"
     folder.mkdir()
@@ -105,8 +104,7 @@ def test_mlflow_in_plain_files(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:unclosed:ResourceWarning")  # wandb's own
 def test_wandb_offline(tmp_path):
-    pytest.importorskip("wandb")
-    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
+    Record = pytest.importorskip("wandb.proto.wandb_internal_pb2").Record  # noqa: N806 (a class)
 
     log_two_steps(tmp_path, backends=("wandb",))
 

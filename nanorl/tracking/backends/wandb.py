@@ -3,17 +3,17 @@
 # pyright: standard, reportMissingImports=false
 # The package is an extra.
 
+import importlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # an offline run sends nothing anywhere
-
-import wandb
-
 from nanorl.errors import TrackerError
 from nanorl.types import StepReport
+
+os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # before the import: an offline run sends nothing anywhere
+wandb: Any = importlib.import_module("wandb")
 
 
 class WandbTracker:
