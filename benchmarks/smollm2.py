@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from runs import train
+from measure import train
 from tiny import show
 
 

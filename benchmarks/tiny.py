@@ -4,7 +4,7 @@ import argparse
 import tempfile
 from statistics import median
 
-from runs import Measured, train
+from measure import Measured, train
 
 
 def main() -> None:

@@ -332,7 +332,7 @@ def _check_finite(tree: Mapping[str, Any], path: str) -> None:
     for key, value in tree.items():
         if isinstance(value, Mapping):
             _check_finite(cast("Mapping[str, Any]", value), f"{path}{key}.")
-        numbers: list[Any] = value if isinstance(value, list) else [value]
+        numbers = cast("list[Any]", value) if isinstance(value, list) else [value]
         if any(isinstance(number, float) and not isfinite(number) for number in numbers):
             raise ConfigError(f"{path}{key}: expected a finite number, got {value}")
 
