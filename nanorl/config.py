@@ -337,6 +337,10 @@ def _check_finite(tree: Mapping[str, Any], path: str) -> None:
             raise ConfigError(f"{path}{key}: expected a finite number, got {value}")
 
 
+def _items(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else [value]
+
+
 def _section_type(path: str, tree: Mapping[str, Any]) -> type[msgspec.Struct]:
     if path == "data" and tree.get("data", {}).get("type") == "jsonl":
         return JsonlData
