@@ -328,17 +328,16 @@ def _choices(path: str, value: Any) -> str:
     return f". Choices: {', '.join(options)}" if options else ""
 
 
-def _check_finite(tree: Mapping[str, Any], path: str) -> None:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            _check_finite(cast("Mapping[str, Any]", value), f"{path}{key}.")
-        numbers = cast("list[Any]", value) if isinstance(value, list) else [value]
-        if any(isinstance(number, float) and not isfinite(number) for number in numbers):
-            raise ConfigError(f"{path}{key}: expected a finite number, got {value}")
-
-
-def _items(value: Any) -> list[Any]:
-    return cast("list[Any]", value) if isinstance(value, list) else [value]
+def _check_finite(value: Any, path: str) -> None:
+    """Looks into tables and lists. Raises: ConfigError naming the path of a NaN or infinity."""
+    if isinstance(value, dict):
+        for key, inner in cast("dict[str, Any]", value).items():
+            _check_finite(inner, f"{path}.{key}" if path else key)
+    elif isinstance(value, list):
+        for i, inner in enumerate(cast("list[Any]", value)):
+            _check_finite(inner, f"{path}[{i}]")
+    elif isinstance(value, float) and not isfinite(value):
+        raise ConfigError(f"{path}: expected a finite number, got {value}")
 
 
 def _section_type(path: str, tree: Mapping[str, Any]) -> type[msgspec.Struct]:
