@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 
+os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `nanorl` does: engines and the test share the cores
 
 

@@ -21,7 +21,7 @@ MAX_THREADS = 4
 class WarmStart(msgspec.Struct, frozen=True, kw_only=True):
     """How long and how fast."""
 
-    steps: int = 1800
+    steps: int = 1500
     batch_size: int = 16
     lr: float = 2.5e-3
     betas: tuple[float, float] = (0.9, 0.98)
