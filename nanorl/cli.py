@@ -281,9 +281,9 @@ def _engine_flags(model: str | None, engine: str | None, url: str | None, take_o
 def main() -> None:
     """Runs a command; what nanorl raises on purpose becomes one message and exit code 2."""
     signal.signal(signal.SIGTERM, _on_sigterm)
-    # Trainer and engine share the cores by turns. OpenMP threads spin while they wait: by default so long that one side's
-    # spinning makes the other's steps ten times slower once a third process wants a core; not at all, and a small
-    # model's steps take half as long again. This is some 0.1 ms. GNU's OpenMP reads the number, others the policy.
+    # Trainer and engine share the cores by turns. OpenMP threads spin while they wait: by default so long that one
+    # side's spinning makes the other's steps ten times slower once a third process wants a core; not at all, and a
+    # small model's steps take half as long again. This is some 0.1 ms. GNU's OpenMP reads the number, others the word.
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:

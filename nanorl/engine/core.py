@@ -248,6 +248,7 @@ class EngineCore:
 
     # Endings
 
+    @torch.inference_mode()  # an abort comes between steps, and moves rows of tensors that a step has made
     def _take(self, rows: list[int]) -> list[EngineSequence]:
         """Removes rows from the batch; their sequences hold all their tokens."""
         if not rows:

@@ -9,6 +9,7 @@ Source: sglang/srt/weight_sync/tensor_bucket.py, sglang/srt/utils/patch_torch.py
 import base64
 import contextlib
 import io
+import json
 import pickle
 import sys
 import threading
@@ -60,9 +61,21 @@ def serialize_bucket(
         metadata: where each tensor lies.
         shared_name: the SharedBuffer's name, for a CPU tensor.
     """
+    return _serialize({"flattened_tensor": flat, "metadata": list(metadata)}, shared_name)
+
+
+def serialize_for_loader(
+    flat: torch.Tensor, metadata: Sequence[FlattenedTensorMetadata], *, shared_name: str | None = None
+) -> str:
+    """The same for `nanorl.engine.sglang_loader`: one pair of the layout in JSON and the bucket."""
+    layout = [(m.name, str(m.dtype).removeprefix("torch."), tuple(m.shape), m.start_idx, m.end_idx) for m in metadata]
+    return _serialize([(json.dumps(layout), flat)], shared_name)
+
+
+def _serialize(value: Any, shared_name: str | None) -> str:
     stream = io.BytesIO()
     with _lock, _sglang_names():
-        _BucketPickler(stream, shared_name).dump({"flattened_tensor": flat, "metadata": list(metadata)})
+        _BucketPickler(stream, shared_name).dump(value)
     return base64.b64encode(stream.getvalue()).decode("ascii")
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from nanorl.engine.shared_buffer import SharedBuffer
-from nanorl.engine.tensor_payload import FlattenedTensorMetadata, serialize_bucket
+from nanorl.engine.tensor_payload import FlattenedTensorMetadata, serialize_bucket, serialize_for_loader
 from nanorl.errors import WeightSyncError
 
 _ALIGNMENT = 256
@@ -50,6 +50,7 @@ class FlatBucket:
         device: where the buffer lies: the engine's.
         max_bytes: splits the tensors into several layouts over one buffer of at most so many bytes (a bigger tensor
             gets its own).
+        for_loader: whether the engine reads it with `nanorl.engine.sglang_loader`.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class FlatBucket:
         dtype: torch.dtype | None,
         device: torch.device,
         max_bytes: int | None = None,
+        for_loader: bool = False,
     ) -> None:
+        self._serialize = serialize_for_loader if for_loader else serialize_bucket
         placed = [_place(part, dtype) for part in _split(tensors, dtype, max_bytes)]
         size = max((metadata[-1].end_idx for metadata in placed), default=0)
         if not size:
@@ -110,7 +113,7 @@ class FlatBucket:
         """The serialized handle of layout `index`, made once."""
         if index not in self._payloads:
             name = self._shared.name if self._shared else None
-            self._payloads[index] = serialize_bucket(self.buffer, self.layouts[index].metadata, shared_name=name)
+            self._payloads[index] = self._serialize(self.buffer, self.layouts[index].metadata, shared_name=name)
         return self._payloads[index]
 
     def close(self) -> None:

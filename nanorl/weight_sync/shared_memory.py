@@ -10,6 +10,7 @@ import torch
 
 from nanorl.engine.client import EngineClient
 from nanorl.engine.protocol import FLATTENED_BUCKET, WeightUpdateFromTensor
+from nanorl.engine.sglang_loader import LOADER
 from nanorl.weight_sync.base import NamedTensors, Stopwatch, SyncReport, check_version, paused, weight_session
 from nanorl.weight_sync.bucket import FlatBucket, drop_aliases
 from nanorl.weight_sync.verification import check_all, check_first_values, check_shapes, engine_dtype
@@ -42,6 +43,8 @@ class SharedMemorySync:
         self._max_bucket_bytes = max_bucket_bytes
         self._device = device or torch.device("cpu")
         self._bucket: FlatBucket | None = None
+        self._load_format = FLATTENED_BUCKET
+        self._num_ranks = 1
         self._tells_values = True
 
     def sync(self, named_tensors: NamedTensors, version: int) -> SyncReport:
@@ -75,7 +78,13 @@ class SharedMemorySync:
         check_shapes(self._client, tensors)
         _ = self._client.has_weight_session  # read once, outside of what is timed
         self._dtype = self._dtype or engine_dtype(self._client)
-        self._bucket = FlatBucket(tensors, dtype=self._dtype, device=self._device, max_bytes=self._max_bucket_bytes)
+        info = self._client.server_info()
+        loader = LOADER in (info.get("custom_weight_loader") or ())
+        self._load_format = LOADER if loader else FLATTENED_BUCKET
+        self._num_ranks = int(info.get("tp_size") or 1)
+        self._bucket = FlatBucket(
+            tensors, dtype=self._dtype, device=self._device, max_bytes=self._max_bucket_bytes, for_loader=loader
+        )
         return self._bucket
 
     def _fill(self, bucket: FlatBucket, index: int, tensors: Mapping[str, torch.Tensor], watch: Stopwatch) -> None:
@@ -87,8 +96,8 @@ class SharedMemorySync:
             payload = bucket.payload(index)
         is_last = index == len(bucket.layouts) - 1
         update = WeightUpdateFromTensor(
-            serialized_named_tensors=[payload],
-            load_format=FLATTENED_BUCKET,
+            serialized_named_tensors=[payload] * self._num_ranks,
+            load_format=self._load_format,
             flush_cache=False,  # once, after the session
             # A sync that breaks off half way must not leave the new version's name on mixed weights.
             weight_version=str(version) if is_last else None,

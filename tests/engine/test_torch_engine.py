@@ -89,6 +89,25 @@ def test_requests_join_between_tokens(adapter: Passes) -> None:
     assert (2, 1) in adapter.shapes
 
 
+def test_rows_close_up_when_one_in_the_middle_is_aborted_between_steps(adapter: Passes) -> None:
+    """Also where a long budget has made the rows' tensors grow inside of a step."""
+    alone = make_request([[5, 6]], max_new_tokens=400, ignore_eos=True)
+    core = make_core(adapter)
+    core.submit(alone)
+    finish(core, alone)
+    core = make_core(adapter)
+    kept, gone = (make_request([[5, 6]], max_new_tokens=400, ignore_eos=True) for _ in range(2))
+    gone.sequences[0].rid = "gone"
+    core.submit(gone)
+    core.submit(kept)
+    core.step()
+    core.step()
+    core.abort("gone")
+    assert (gone.num_open, kept.num_open) == (0, 1)
+    finish(core, kept)
+    assert kept.sequences[0].output_ids == alone.sequences[0].output_ids
+
+
 def test_prefill_batches_keep_to_their_budget(adapter: Passes) -> None:
     core = make_core(adapter, max_prefill_tokens=100)
     request = make_request([[5] * length + [i] for i, length in enumerate((60, 3, 40, 4, 90, 200))], max_new_tokens=1)
