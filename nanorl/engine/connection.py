@@ -1,11 +1,12 @@
 """One HTTP call to an engine, synchronous: timeouts, bounded retries, and errors that name the URL and what came."""
 
 import time
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
-import requests
-import requests.adapters
+import urllib3
+from urllib3.exceptions import HTTPError, NewConnectionError, ReadTimeoutError
 
 from nanorl.errors import EngineError
 
@@ -29,49 +30,60 @@ def error_message(body: bytes) -> str:
     return str(decoded)
 
 
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What an engine answered."""
+
+    url: str
+    status_code: int
+    content: bytes
+
+    @property
+    def ok(self) -> bool:
+        """2xx."""
+        return 200 <= self.status_code < 300
+
+
 class HttpConnection:
     """A kept connection to one engine. Not for several threads at once: each makes its own.
 
     A call is repeated after a refused connection (nothing was processed), and after any transport fault where the
     caller says that doing it twice is harmless. Everything else is raised at once.
+
+    urllib3, not requests, which wraps it: the wrapping took 0.7 ms of each 8 ms call of a weight update.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
-        self._session = requests.Session()
-        # The engine is a peer on this host or cluster: a proxy from the environment would only get in the way.
-        self._session.trust_env = False
-        self._session.mount("http://", requests.adapters.HTTPAdapter(max_retries=0, pool_maxsize=1))
+        # No proxy from the environment: the engine is a peer on this host or cluster.
+        self._pool = urllib3.PoolManager(num_pools=1, maxsize=1, retries=False)
 
     def call(
         self, method: str, path: str, body: Any = None, *, repeatable: bool = False, timeout_s: float | None = None
-    ) -> requests.Response:
+    ) -> Response:
         """Sends one request and returns whatever the engine answered, also 4xx and 5xx.
 
         Raises:
             EngineError: no answer: refused, cut off, or later than the timeout.
         """
-        data = None if body is None else msgspec.json.encode(body)
+        url, data = self.url + path, None if body is None else msgspec.json.encode(body)
+        headers = {"Content-Type": "application/json"}
+        timeout = urllib3.Timeout(connect=5.0, read=timeout_s or self.timeout_s)
         for wait_s in (*RETRY_WAITS_S, None):
             try:
-                return self._session.request(
-                    method,
-                    self.url + path,
-                    data=data,
-                    headers={"Content-Type": "application/json"},
-                    timeout=(5.0, timeout_s or self.timeout_s),
-                )
-            except requests.RequestException as error:
-                may_repeat = repeatable or _is_refused(error)
-                if wait_s is None or not may_repeat or isinstance(error, requests.ReadTimeout):
+                answer = self._pool.urlopen(method, url, body=data, headers=headers, timeout=timeout, redirect=False)
+                return Response(url, answer.status, answer.data)
+            except HTTPError as error:
+                may_repeat = repeatable or isinstance(error, NewConnectionError)
+                if wait_s is None or not may_repeat or isinstance(error, ReadTimeoutError):
                     raise EngineError(self._no_answer(method, path, error, timeout_s or self.timeout_s)) from None
                 time.sleep(wait_s)
         raise AssertionError("unreachable: the last round returns or raises")
 
     def call_ok(
         self, method: str, path: str, body: Any = None, *, repeatable: bool = False, timeout_s: float | None = None
-    ) -> requests.Response:
+    ) -> Response:
         """`call`, where anything but a 2xx is an error.
 
         Raises:
@@ -83,7 +95,7 @@ class HttpConnection:
             raise EngineError(f"{method} {self.url}{path}: expected 200, got {came}")
         return response
 
-    def decode(self, response: requests.Response, answer: type[T]) -> T:
+    def decode(self, response: Response, answer: type[T]) -> T:
         """The body as `answer`.
 
         Raises:
@@ -99,17 +111,12 @@ class HttpConnection:
 
     def close(self) -> None:
         """Gives the connection back."""
-        self._session.close()
+        self._pool.clear()
 
-    def _no_answer(self, method: str, path: str, error: requests.RequestException, timeout_s: float) -> str:
+    def _no_answer(self, method: str, path: str, error: HTTPError, timeout_s: float) -> str:
         call = f"{method} {self.url}{path}"
-        if isinstance(error, requests.ReadTimeout):
+        if isinstance(error, ReadTimeoutError):
             return f"{call}: no answer within {timeout_s:g} s. Is the engine hung or overloaded?"
-        if _is_refused(error):
+        if isinstance(error, NewConnectionError):
             return f"{call}: nothing listens there. Start an engine with `nanorl serve`, or check the URL."
         return f"{call}: the connection broke: {error}. Did the engine die?"
-
-
-def _is_refused(error: requests.RequestException) -> bool:
-    """Whether the connection was never made, so that the engine can't have seen the request."""
-    return isinstance(error, requests.ConnectionError) and "NewConnectionError" in repr(error)

@@ -15,7 +15,7 @@ finally:
     print(*sorted({name.partition(".")[0] for name in sys.modules}), file=sys.stderr)
 """
 
-HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "fastapi", "uvicorn", "httpx", "requests"}
+HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "fastapi", "uvicorn", "httpx", "urllib3"}
 
 
 def _help(*command: str) -> subprocess.CompletedProcess[str]:
