@@ -135,6 +135,8 @@ class SyncConfig(Section, frozen=True):
     """How weights travel to the engine."""
 
     carrier: Literal["auto", "shared_memory", "cuda_ipc", "disk"] = "auto"
+    bucket_mb: Positive | None = None
+    """Splits a big model into several calls over a smaller buffer, in MB (10^6 bytes); None: one call."""
     full_check: bool = False
     """Compare every tensor by checksum after each sync, not only one."""
 

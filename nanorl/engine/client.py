@@ -13,6 +13,7 @@ import msgspec
 from nanorl.engine.connection import HttpConnection, error_message
 from nanorl.engine.protocol import (
     GenerateRequest,
+    MemoryTag,
     PauseMode,
     SamplingParams,
     WeightUpdateFromDisk,
@@ -190,6 +191,21 @@ class EngineClient:
     def end_weight_update(self) -> None:
         """Closes the session. Raises: WeightSyncError where none is open."""
         self._expect_success("/end_weight_update", {})
+
+    # Memory
+
+    @property
+    def can_release_memory(self) -> bool:
+        """Whether the engine was started so that it can give GPU memory back (SGLang: --enable-memory-saver)."""
+        return bool(self.server_info().get("enable_memory_saver"))
+
+    def release_memory(self, *tags: MemoryTag) -> None:
+        """Gives the GPU memory behind `tags` back. Their contents are lost. Nothing may be running."""
+        self._http.call_ok("POST", "/release_memory_occupation", {"tags": tags})
+
+    def resume_memory(self, *tags: MemoryTag) -> None:
+        """Takes it again; weights hold anything until the next update."""
+        self._http.call_ok("POST", "/resume_memory_occupation", {"tags": tags})
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any] | None:
         """The first `truncate_size` rows of a parameter as nested lists of float32, None where the engine can't tell.

@@ -13,6 +13,8 @@ from nanorl.types import Completion, VersionSpan
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
+MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
+
 FLATTENED_BUCKET = "flattened_bucket"
 """load_format of a weight update that carries one flat uint8 tensor and where each parameter lies in it."""
 

@@ -169,7 +169,8 @@ def build(config: Config, view: View) -> Iterator[Run]:
         sampler = GenerationClient(engine.url, timeout_s=config.engine.request_timeout_s)
         stack.callback(lambda: event_loop.run(sampler.aclose(), timeout_s=10.0))
         client = stack.enter_context(EngineClient(engine.url))
-        sync = make_sync(config.sync.carrier, client, trainer.policy.device, folder.path)
+        device = trainer.policy.device
+        sync = make_sync(config.sync.carrier, client, device, folder.path, bucket_mb=config.sync.bucket_mb)
         stack.callback(sync.close)
         run = Run(
             config=config,

@@ -65,7 +65,7 @@ def sync_bench(config: Config, view: View, *, iters: int) -> list[CarrierResult]
             with EngineClient(engine.url) as client:
                 allowed = allowed_carriers(client, device)
                 wanted = allowed if config.sync.carrier == "auto" else (config.sync.carrier,)
-                bench = _Bench(client, tensors, device, folder, view)
+                bench = _Bench(client, tensors, device, folder, view, config.sync.bucket_mb)
                 return [bench.measure(carrier, iters) for carrier in wanted]
 
 
@@ -78,15 +78,22 @@ class _Bench:
     """The same tensors over one carrier after the other."""
 
     def __init__(
-        self, client: EngineClient, tensors: dict[str, torch.Tensor], device: torch.device, folder: Path, view: View
+        self,
+        client: EngineClient,
+        tensors: dict[str, torch.Tensor],
+        device: torch.device,
+        folder: Path,
+        view: View,
+        bucket_mb: int | None,
     ) -> None:
+        self.bucket_mb = bucket_mb
         self.client, self.tensors, self.device, self.folder, self.view = client, tensors, device, folder, view
         self.version = client.model_info().version
         self.engine_pid: int | None = client.server_info().get("process_id")
 
     def measure(self, carrier: Carrier, iters: int) -> CarrierResult:
         """`iters` syncs of weights that change each time; every one is verified outside the clock."""
-        sync = make_sync(carrier, self.client, self.device, self.folder)
+        sync = make_sync(carrier, self.client, self.device, self.folder, bucket_mb=self.bucket_mb)
         reports: list[SyncReport] = []
         memory: tuple[float, float | None] = (0.0, None)
         try:

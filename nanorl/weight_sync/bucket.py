@@ -1,6 +1,6 @@
 """A flat bucket: all parameters side by side in one persistent buffer, allocated once, filled by one `_foreach_copy_`.
 
-The order and the views are made once. A bucket limit splits a big model into layouts that share the one buffer.
+The order and the views are made once. A limit splits a big model into several layouts, one call each.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -48,8 +48,7 @@ class FlatBucket:
         tensors: {name: tensor}, aliases dropped; their shapes and order are fixed from here on.
         dtype: what floating-point tensors are cast to on the way; None keeps each tensor's own.
         device: where the buffer lies: the engine's.
-        max_bytes: splits the tensors into several layouts over one buffer of at most so many bytes (a bigger tensor
-            gets its own).
+        max_bytes: splits the tensors into several layouts of at most so many bytes (a bigger tensor gets its own).
         for_loader: whether the engine reads it with `nanorl.engine.sglang_loader`.
     """
 
@@ -63,8 +62,14 @@ class FlatBucket:
         for_loader: bool = False,
     ) -> None:
         self._serialize = serialize_for_loader if for_loader else serialize_bucket
-        placed = [_place(part, dtype) for part in _split(tensors, dtype, max_bytes)]
-        size = max((metadata[-1].end_idx for metadata in placed), default=0)
+        # Layouts lie over each other where the engine has copied one when it answers. SGLang's own loader on a GPU only
+        # has its copies queued by then, so each layout gets a place of its own.
+        is_reused = device.type == "cpu" or for_loader
+        placed: list[Sequence[FlattenedTensorMetadata]] = []
+        size = 0
+        for part in _split(tensors, dtype, max_bytes):
+            placed.append(_place(part, dtype, 0 if is_reused else _aligned(size)))
+            size = max(size, placed[-1][-1].end_idx)
         if not size:
             raise WeightSyncError("There is no tensor to send: the model's parameters are empty")
         self._shared = SharedBuffer(size) if device.type == "cpu" else None
@@ -143,8 +148,10 @@ def _split(
         yield part
 
 
-def _place(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> Sequence[FlattenedTensorMetadata]:
-    placed, start = [], 0
+def _place(
+    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, start: int
+) -> Sequence[FlattenedTensorMetadata]:
+    placed: list[FlattenedTensorMetadata] = []
     for name, tensor in tensors.items():
         wire = wire_dtype(tensor, dtype)
         size = tensor.numel() * wire.itemsize

@@ -35,9 +35,15 @@ def allowed_carriers(client: EngineClient, device: torch.device) -> tuple[Carrie
 
 
 def make_sync(
-    carrier: Carrier | Literal["auto"], client: EngineClient, device: torch.device, folder: Path
+    carrier: Carrier | Literal["auto"],
+    client: EngineClient,
+    device: torch.device,
+    folder: Path,
+    *,
+    bucket_mb: int | None = None,
 ) -> WeightSync:
-    """The sync of that name; `auto` takes the fastest that works. `folder` is for the disk carrier's files.
+    """The sync of that name; `auto` takes the fastest that works. `folder` is for the disk carrier's files, `bucket_mb` splits a big
+    model where there is a bucket.
 
     Raises:
         WeightSyncError: the carrier doesn't reach this engine.
@@ -49,8 +55,9 @@ def make_sync(
             f"sync.carrier {chosen} doesn't reach the engine {client.url} from a trainer on {device}. "
             f"What does: {', '.join(allowed)}."
         )
+    max_bytes = bucket_mb * 1_000_000 if bucket_mb else None
     if chosen == "cuda_ipc":
-        return CudaIpcSync(client, device=device)
+        return CudaIpcSync(client, device=device, max_bucket_bytes=max_bytes)
     if chosen == "shared_memory":
-        return SharedMemorySync(client)
+        return SharedMemorySync(client, max_bucket_bytes=max_bytes)
     return DiskSync(client, folder / "weights")

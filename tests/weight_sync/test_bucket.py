@@ -72,6 +72,18 @@ def test_splits_by_bytes_over_one_buffer() -> None:
     assert (bucket.num_tensors, bucket.num_bytes) == (11, 10 * 256 + 4000)
 
 
+@pytest.mark.parametrize(("for_loader", "size"), [(True, 512), (False, 4 * 512 + 256)])
+def test_parts_share_a_place_only_where_the_engine_is_done_with_one_when_it_answers(
+    for_loader: bool, size: int
+) -> None:
+    """verl 6688: on a GPU SGLang's own loader answers with its copies still queued."""
+    given = {f"t{i}": torch.zeros(64, device="meta") for i in range(9)}
+    bucket = FlatBucket(given, dtype=None, device=torch.device("meta"), max_bytes=600, for_loader=for_loader)
+    ranges = [(m.start_idx, m.end_idx) for layout in bucket.layouts for m in layout.metadata]
+    assert bucket.buffer.numel() == size
+    assert (len(set(ranges)) == len(ranges)) == (not for_loader)
+
+
 def test_tied_tensors_go_once_under_the_first_name() -> None:
     embedding = torch.nn.Parameter(torch.randn(4, 3))
     kept = drop_aliases(
