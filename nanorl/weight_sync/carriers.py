@@ -42,8 +42,9 @@ def make_sync(
     *,
     bucket_mb: int | None = None,
 ) -> WeightSync:
-    """The sync of that name; `auto` takes the fastest that works. `folder` is for the disk carrier's files, `bucket_mb` splits a big
-    model where there is a bucket.
+    """The sync of that name; `auto` takes the fastest that works.
+
+    `folder` is for the disk carrier's files; `bucket_mb` splits a big model where there is a bucket.
 
     Raises:
         WeightSyncError: the carrier doesn't reach this engine.

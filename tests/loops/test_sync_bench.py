@@ -80,7 +80,9 @@ def test_a_sync_that_does_nothing_is_noticed(
     """Verl 6688, sglang 14178: the figures of a sync that did not arrive are worth nothing."""
     made: list[IdleAfterTheFirst] = []
 
-    def make_idle(carrier: Carrier, client: EngineClient, device: torch.device, folder: Path) -> IdleAfterTheFirst:
+    def make_idle(
+        carrier: Carrier, client: EngineClient, device: torch.device, folder: Path, **_: object
+    ) -> IdleAfterTheFirst:
         made.append(IdleAfterTheFirst(make_sync(carrier, client, device, folder)))
         return made[-1]
 
