@@ -1,5 +1,6 @@
 """The command line: each command parses, builds a config and calls one function. Nothing heavy is imported here."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -101,7 +102,7 @@ def train(
     }
     base = None
     if resume or replay:
-        from nanorl.loops.resume import replayed_config, saved_config
+        from nanorl.loops.saved import replayed_config, saved_config
 
         base = saved_config(run_dir) if resume else replayed_config(str(replay))
     resolved = _load(config, set_, flags, base)
@@ -211,19 +212,19 @@ def evaluate(
     take_over: TakeOver = None,
     prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts, as many as there are.")] = 256,
     samples: Annotated[int, typer.Option("--samples", "-k", min=1, help="Samples a prompt, for pass@k.")] = 8,
-    temperature: Annotated[float | None, typer.Option(help="Of the samples; the greedy answer comes besides.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of the samples; 0: only the greedy answer.")] = None,
     seed: Seed = None,
     json: Annotated[bool, typer.Option("--json", help="Only one JSON object, for machines.")] = False,
     config: ConfigFile = None,
     set_: Set = None,
 ) -> None:
     """Answer held-out prompts: greedy, avg@k and pass@k with 95 % confidence intervals."""
-    flags = {"run.eval_prompts": prompts, "run.seed": seed, "rollout.temperature": temperature}
+    flags = {"run.eval_prompts": prompts, "run.seed": seed, "rollout.temperature": temperature or None}
     resolved = _load(config, set_, flags | _engine_flags(model, engine, engine_url, take_over))
     with _view(quiet=json) as view:
         from nanorl.loops import evaluate as loop
 
-        scores = loop.evaluate_model(resolved, view, num_samples=samples)
+        scores = loop.evaluate_model(resolved, view, num_samples=0 if temperature == 0 else samples)
         if not json:
             loop.show(scores, view)
     if json:
@@ -279,7 +280,24 @@ def _engine_flags(model: str | None, engine: str | None, url: str | None, take_o
 
 
 def main() -> None:
-    """Runs a command; what nanorl raises on purpose becomes one message and exit code 2."""
+    """The command `nanorl`: runs what it was given and ends the process.
+
+    By then everything that was started is stopped. Tearing down an interpreter with torch in it would take another
+    second, and would wait for a thread that still loads a model.
+    """
+    try:
+        run_command()
+    except SystemExit as ending:
+        if "torch" not in sys.modules:
+            raise
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):  # nobody reads any more
+                stream.flush()
+        os._exit(ending.code if isinstance(ending.code, int) else int(ending.code is not None))
+
+
+def run_command() -> None:
+    """Runs the command in sys.argv; what nanorl raises on purpose becomes one message and exit code 2."""
     signal.signal(signal.SIGTERM, _on_sigterm)
     # Trainer and engine share the cores by turns. OpenMP threads spin while they wait: by default so long that one
     # side's spinning makes the other's steps ten times slower once a third process wants a core; not at all, and a

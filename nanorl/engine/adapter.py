@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.utils.logging import disable_progress_bar
 
@@ -113,18 +113,6 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype) -> ModelAdap
             f"Expected a causal language model in {path}, transformers could not load it: {error}"
         ) from error
     return ModelAdapter(model.to(device))  # pyright: ignore[reportArgumentType] transformers' annotation has no device
-
-
-def load_tokenizer(path: str) -> Any:
-    """The model's tokenizer.
-
-    Raises:
-        ModelError: there is none.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"Expected a tokenizer in {path}, transformers could not load it: {error}") from error
 
 
 def find_stop_ids(path: str, config: Any, tokenizer: Any) -> tuple[int, ...]:

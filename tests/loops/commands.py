@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nanorl.cli import main
+from nanorl.cli import run_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,7 +22,7 @@ def nanorl(*words: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["nanorl", *words])
         try:
-            main()
+            run_command()
         except SystemExit as ending:
             return int(ending.code or 0)
         finally:
