@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -107,11 +108,11 @@ def train(
         base = saved_config(run_dir) if resume else replayed_config(str(replay))
     resolved = _load(config, set_, flags, base)
     with _view(quiet=quiet) as view:
-        view.progress("importing torch", 0, 0)
-        if resolved.run.replay:
-            from nanorl.loops.replay import replay as run
-        else:
-            from nanorl.loops.train import train as run
+        with _importing(view):
+            if resolved.run.replay:
+                from nanorl.loops.replay import replay as run
+            else:
+                from nanorl.loops.train import train as run
 
         run(resolved, view)
 
@@ -128,7 +129,8 @@ def serve(
     """Serve a model until Ctrl-C; other commands on this machine find it."""
     resolved = _load(config, set_, _engine_flags(model, engine, None, None))
     with _view(quiet=quiet) as view:
-        from nanorl.loops.serve import serve as run
+        with _importing(view):
+            from nanorl.loops.serve import serve as run
 
         run(resolved, port, view)
 
@@ -149,7 +151,8 @@ def check_parity(
     flags = {"run.seed": seed, "rollout.prompts_per_step": prompts, "rollout.temperature": temperature}
     resolved = _load(config, set_, flags | _engine_flags(model, engine, engine_url, take_over))
     with _view() as view:
-        from nanorl.loops.parity import check_parity as run
+        with _importing(view):
+            from nanorl.loops.parity import check_parity as run
 
         result = run(resolved, view)
     raise typer.Exit(0 if result.holds else 1)
@@ -175,7 +178,8 @@ def probe_tito(
     """Check that trained tokens are the sampled ones: tokenizer, template, batch, engine; exit code 1 if unsafe."""
     resolved = _load(config, set_, {"run.seed": seed, **_engine_flags(model, engine, engine_url, take_over)})
     with _view() as view:
-        from nanorl.loops.probe import probe_tito as run
+        with _importing(view):
+            from nanorl.loops.probe import probe_tito as run
 
         result = run(resolved, view, num_samples=samples, use_engine=not no_engine, template_file=template)
     raise typer.Exit(result.exit_code)
@@ -195,7 +199,8 @@ def sync_bench(
     """Time the weight sync, part by part, over every carrier that reaches the engine."""
     resolved = _load(config, set_, _engine_flags(model, engine, engine_url, take_over))
     with _view(quiet=json) as view:
-        from nanorl.loops import sync_bench as bench
+        with _importing(view):
+            from nanorl.loops import sync_bench as bench
 
         results = bench.sync_bench(resolved, view, iters=iters)
         if not json:
@@ -222,7 +227,8 @@ def evaluate(
     flags = {"run.eval_prompts": prompts, "run.seed": seed, "rollout.temperature": temperature or None}
     resolved = _load(config, set_, flags | _engine_flags(model, engine, engine_url, take_over))
     with _view(quiet=json) as view:
-        from nanorl.loops import evaluate as loop
+        with _importing(view):
+            from nanorl.loops import evaluate as loop
 
         scores = loop.evaluate_model(resolved, view, num_samples=0 if temperature == 0 else samples)
         if not json:
@@ -258,6 +264,23 @@ def _load(config: Path | None, sets: list[str] | None, flags: dict[str, Any], ba
     from nanorl.config import load_config
 
     return load_config(config, sets or (), flags, base)
+
+
+@contextlib.contextmanager
+def _importing(view: "View") -> Iterator[None]:
+    """Around torch and transformers: a signal ends the process at once, while there is nothing to stop but the view.
+
+    Both catch what they should not while they load, KeyboardInterrupt too: Ctrl-C would be lost, or become a traceback.
+    """
+
+    def end(number: int, _: FrameType | None) -> None:
+        view.__exit__(None, None, None)  # the terminal's cursor
+        os._exit(128 + number)
+
+    _handle_signals(end)
+    view.progress("importing torch", 0, 0)
+    yield
+    _handle_signals(_on_signal)
 
 
 def _fill_in_resume(argv: list[str]) -> list[str]:
@@ -298,14 +321,15 @@ def main() -> None:
 
 def run_command() -> None:
     """Runs the command in sys.argv; what nanorl raises on purpose becomes one message and exit code 2."""
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    _received.clear()
+    _handle_signals(_on_signal)
     # Trainer and engine share the cores by turns. OpenMP threads spin while they wait: by default so long that one
     # side's spinning makes the other's steps ten times slower once a third process wants a core; not at all, and a
     # small model's steps take half as long again. This is some 0.1 ms. GNU's OpenMP reads the number, others the word.
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        app(_fill_in_resume(sys.argv[1:]), standalone_mode=True)
+        _run_app()
     except NanoRLError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
@@ -317,6 +341,26 @@ def run_command() -> None:
         sys.exit(2)
 
 
-def _on_sigterm(signum: int, _: FrameType | None) -> None:
-    """Unwinds like Ctrl-C does, so that every context manager stops what it started."""
-    sys.exit(128 + signum)
+def _run_app() -> None:
+    try:
+        app(_fill_in_resume(sys.argv[1:]), standalone_mode=True)
+    except Exception:
+        if _received:  # a library took the interrupt for a fault of its own
+            sys.exit(128 + _received[0])
+        raise
+
+
+def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a shell's background job
+            signal.signal(number, handler)
+
+
+_received: list[int] = []
+"""Signals that asked this process to end."""
+
+
+def _on_signal(number: int, _: FrameType | None) -> None:
+    """Unwinds, so that every context manager stops what it started."""
+    _received.append(number)
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)

@@ -3,7 +3,7 @@
 import msgspec
 
 from nanorl.config import Config, from_json
-from nanorl.errors import CheckpointError
+from nanorl.errors import CheckpointError, ConfigError
 from nanorl.tracking.rollouts import rollout_steps
 from nanorl.tracking.run_folder import find_run
 
@@ -20,6 +20,8 @@ def saved_config(run_dir: str | None) -> Config:
         config = from_json(folder.config.read_bytes())
     except OSError as error:
         raise CheckpointError(f"Expected the configuration of a run in {folder.config}: {error.strerror}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{folder.config} is not of this version of nanorl or damaged: {error}") from None
     return msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, dir=str(folder.path.resolve())))
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def nanorl(*words: str) -> int:
     """`nanorl WORDS` in this process; returns its exit code."""
-    on_sigterm = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["nanorl", *words])
         try:
@@ -26,7 +26,8 @@ def nanorl(*words: str) -> int:
         except SystemExit as ending:
             return int(ending.code or 0)
         finally:
-            signal.signal(signal.SIGTERM, on_sigterm)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
     return 0
 
 
