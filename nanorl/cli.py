@@ -323,6 +323,9 @@ def run_command() -> None:
     """Runs the command in sys.argv; what nanorl raises on purpose becomes one message and exit code 2."""
     _received.clear()
     _handle_signals(_on_signal)
+    for stream in (sys.stdout, sys.stderr):
+        if reconfigure := getattr(stream, "reconfigure", None):
+            reconfigure(errors="replace")  # a terminal without Unicode shows `?`; it must not end a run
     # Trainer and engine share the cores by turns. OpenMP threads spin while they wait: by default so long that one
     # side's spinning makes the other's steps ten times slower once a third process wants a core; not at all, and a
     # small model's steps take half as long again. This is some 0.1 ms. GNU's OpenMP reads the number, others the word.
@@ -337,7 +340,8 @@ def run_command() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:  # a full disk or a missing right, wherever it shows
-        typer.echo(f"error: {error.strerror or error}: {error.filename or 'no file named'}", err=True)
+        where = f": {error.filename}" if error.filename else ""
+        typer.echo(f"error: {error.strerror or error}{where}", err=True)
         sys.exit(2)
 
 

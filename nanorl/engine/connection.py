@@ -18,6 +18,8 @@ T = TypeVar("T")
 RETRY_WAITS_S = (0.1, 0.4, 1.6)
 """Waits before the second, third and fourth try of a call that may be repeated."""
 
+WHAT_IS_THIS = "Is it an engine that speaks SGLang's HTTP dialect?"
+
 PAGE_BYTES = 20_000
 MESSAGE_WIDTH = 200
 """How much of an answer without structure is read, and how much of that is shown."""
@@ -105,7 +107,8 @@ class HttpConnection:
         response = self.call(method, path, body, repeatable=repeatable, timeout_s=timeout_s)
         if not response.ok:
             came = f"{response.status_code}: {error_message(response.content)}"
-            raise EngineError(f"{method} {self.url}{path}: expected 200, got {came}")
+            hint = f". {WHAT_IS_THIS}" if response.status_code in (404, 405) else ""
+            raise EngineError(f"{method} {self.url}{path}: expected 200, got {came.rstrip('.')}{hint}")
         return response
 
     def decode(self, response: Response, answer: type[T]) -> T:
@@ -119,8 +122,7 @@ class HttpConnection:
         except msgspec.DecodeError as error:
             came = error_message(response.content)[:MESSAGE_WIDTH]
             raise EngineError(
-                f"{response.url}: expected a body like {answer.__name__}, got {came!r} ({error}). "
-                "Is it an engine that speaks SGLang's HTTP dialect?"
+                f"{response.url}: expected a body like {answer.__name__}, got {came!r} ({error}). " + WHAT_IS_THIS
             ) from None
 
     def close(self) -> None:
