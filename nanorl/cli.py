@@ -1,8 +1,10 @@
 """The command line: each command parses, builds a config and calls one function. Nothing heavy is imported here."""
 
+import contextlib
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -101,16 +103,16 @@ def train(
     }
     base = None
     if resume or replay:
-        from nanorl.loops.resume import replayed_config, saved_config
+        from nanorl.loops.saved import replayed_config, saved_config
 
         base = saved_config(run_dir) if resume else replayed_config(str(replay))
     resolved = _load(config, set_, flags, base)
     with _view(quiet=quiet) as view:
-        view.progress("importing torch", 0, 0)
-        if resolved.run.replay:
-            from nanorl.loops.replay import replay as run
-        else:
-            from nanorl.loops.train import train as run
+        with _importing(view):
+            if resolved.run.replay:
+                from nanorl.loops.replay import replay as run
+            else:
+                from nanorl.loops.train import train as run
 
         run(resolved, view)
 
@@ -127,7 +129,8 @@ def serve(
     """Serve a model until Ctrl-C; other commands on this machine find it."""
     resolved = _load(config, set_, _engine_flags(model, engine, None, None))
     with _view(quiet=quiet) as view:
-        from nanorl.loops.serve import serve as run
+        with _importing(view):
+            from nanorl.loops.serve import serve as run
 
         run(resolved, port, view)
 
@@ -148,7 +151,8 @@ def check_parity(
     flags = {"run.seed": seed, "rollout.prompts_per_step": prompts, "rollout.temperature": temperature}
     resolved = _load(config, set_, flags | _engine_flags(model, engine, engine_url, take_over))
     with _view() as view:
-        from nanorl.loops.parity import check_parity as run
+        with _importing(view):
+            from nanorl.loops.parity import check_parity as run
 
         result = run(resolved, view)
     raise typer.Exit(0 if result.holds else 1)
@@ -174,7 +178,8 @@ def probe_tito(
     """Check that trained tokens are the sampled ones: tokenizer, template, batch, engine; exit code 1 if unsafe."""
     resolved = _load(config, set_, {"run.seed": seed, **_engine_flags(model, engine, engine_url, take_over)})
     with _view() as view:
-        from nanorl.loops.probe import probe_tito as run
+        with _importing(view):
+            from nanorl.loops.probe import probe_tito as run
 
         result = run(resolved, view, num_samples=samples, use_engine=not no_engine, template_file=template)
     raise typer.Exit(result.exit_code)
@@ -194,7 +199,8 @@ def sync_bench(
     """Time the weight sync, part by part, over every carrier that reaches the engine."""
     resolved = _load(config, set_, _engine_flags(model, engine, engine_url, take_over))
     with _view(quiet=json) as view:
-        from nanorl.loops import sync_bench as bench
+        with _importing(view):
+            from nanorl.loops import sync_bench as bench
 
         results = bench.sync_bench(resolved, view, iters=iters)
         if not json:
@@ -211,19 +217,20 @@ def evaluate(
     take_over: TakeOver = None,
     prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts, as many as there are.")] = 256,
     samples: Annotated[int, typer.Option("--samples", "-k", min=1, help="Samples a prompt, for pass@k.")] = 8,
-    temperature: Annotated[float | None, typer.Option(help="Of the samples; the greedy answer comes besides.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of the samples; 0: only the greedy answer.")] = None,
     seed: Seed = None,
     json: Annotated[bool, typer.Option("--json", help="Only one JSON object, for machines.")] = False,
     config: ConfigFile = None,
     set_: Set = None,
 ) -> None:
     """Answer held-out prompts: greedy, avg@k and pass@k with 95 % confidence intervals."""
-    flags = {"run.eval_prompts": prompts, "run.seed": seed, "rollout.temperature": temperature}
+    flags = {"run.eval_prompts": prompts, "run.seed": seed, "rollout.temperature": temperature or None}
     resolved = _load(config, set_, flags | _engine_flags(model, engine, engine_url, take_over))
     with _view(quiet=json) as view:
-        from nanorl.loops import evaluate as loop
+        with _importing(view):
+            from nanorl.loops import evaluate as loop
 
-        scores = loop.evaluate_model(resolved, view, num_samples=samples)
+        scores = loop.evaluate_model(resolved, view, num_samples=0 if temperature == 0 else samples)
         if not json:
             loop.show(scores, view)
     if json:
@@ -259,6 +266,23 @@ def _load(config: Path | None, sets: list[str] | None, flags: dict[str, Any], ba
     return load_config(config, sets or (), flags, base)
 
 
+@contextlib.contextmanager
+def _importing(view: "View") -> Iterator[None]:
+    """Around torch and transformers: a signal ends the process at once, while there is nothing to stop but the view.
+
+    Both catch what they should not while they load, KeyboardInterrupt too: Ctrl-C would be lost, or become a traceback.
+    """
+
+    def end(number: int, _: FrameType | None) -> None:
+        view.__exit__(None, None, None)  # the terminal's cursor
+        os._exit(128 + number)
+
+    _handle_signals(end)
+    view.progress("importing torch", 0, 0)
+    yield
+    _handle_signals(_on_signal)
+
+
 def _fill_in_resume(argv: list[str]) -> list[str]:
     """`--resume` without a step means the newest checkpoint; Typer knows no options with an optional value."""
     filled = list(argv)
@@ -279,15 +303,36 @@ def _engine_flags(model: str | None, engine: str | None, url: str | None, take_o
 
 
 def main() -> None:
-    """Runs a command; what nanorl raises on purpose becomes one message and exit code 2."""
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    """The command `nanorl`: runs what it was given and ends the process.
+
+    By then everything that was started is stopped. Tearing down an interpreter with torch in it would take another
+    second, and would wait for a thread that still loads a model.
+    """
+    try:
+        run_command()
+    except SystemExit as ending:
+        if "torch" not in sys.modules:
+            raise
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):  # nobody reads any more
+                stream.flush()
+        os._exit(ending.code if isinstance(ending.code, int) else int(ending.code is not None))
+
+
+def run_command() -> None:
+    """Runs the command in sys.argv; what nanorl raises on purpose becomes one message and exit code 2."""
+    _received.clear()
+    _handle_signals(_on_signal)
+    for stream in (sys.stdout, sys.stderr):
+        if reconfigure := getattr(stream, "reconfigure", None):
+            reconfigure(errors="replace")  # a terminal without Unicode shows `?`; it must not end a run
     # Trainer and engine share the cores by turns. OpenMP threads spin while they wait: by default so long that one
     # side's spinning makes the other's steps ten times slower once a third process wants a core; not at all, and a
     # small model's steps take half as long again. This is some 0.1 ms. GNU's OpenMP reads the number, others the word.
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        app(_fill_in_resume(sys.argv[1:]), standalone_mode=True)
+        _run_app()
     except NanoRLError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
@@ -295,10 +340,31 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:  # a full disk or a missing right, wherever it shows
-        typer.echo(f"error: {error.strerror or error}: {error.filename or 'no file named'}", err=True)
+        where = f": {error.filename}" if error.filename else ""
+        typer.echo(f"error: {error.strerror or error}{where}", err=True)
         sys.exit(2)
 
 
-def _on_sigterm(signum: int, _: FrameType | None) -> None:
-    """Unwinds like Ctrl-C does, so that every context manager stops what it started."""
-    sys.exit(128 + signum)
+def _run_app() -> None:
+    try:
+        app(_fill_in_resume(sys.argv[1:]), standalone_mode=True)
+    except Exception:
+        if _received:  # a library took the interrupt for a fault of its own
+            sys.exit(128 + _received[0])
+        raise
+
+
+def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a shell's background job
+            signal.signal(number, handler)
+
+
+_received: list[int] = []
+"""Signals that asked this process to end."""
+
+
+def _on_signal(number: int, _: FrameType | None) -> None:
+    """Unwinds, so that every context manager stops what it started."""
+    _received.append(number)
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)

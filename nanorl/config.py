@@ -1,21 +1,21 @@
 """The whole configuration: frozen sections, one a room; TOML file, then `--set section.key=value`, then flags.
 
 A field that is None takes the model preset's default (`nanorl.models.presets`); the resolved configuration, with
-nothing left
-open, is saved as JSON in the run folder. Unknown keys and values out of range fail with the nearest name and the path.
+nothing left open, is saved as JSON in the run folder. Unknown keys and values out of range fail with the nearest name
+and the path.
 """
 
 import difflib
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
-from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
 
+from nanorl.config_text import check_finite, parse_value, plain, read_toml
 from nanorl.errors import ConfigError
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -56,6 +56,8 @@ class JsonlData(Section, frozen=True, tag_field="type", tag="jsonl"):
 
 
 DATA_TYPES = ("arithmetic", "jsonl")
+REWARDS = ("arithmetic",)
+"""Built in; `nanorl.rewards.hub` has the functions."""
 
 
 class RewardConfig(Section, frozen=True):
@@ -65,6 +67,15 @@ class RewardConfig(Section, frozen=True):
     """A built-in reward or `module:function`."""
     timeout_s: Seconds = 10.0
     """A user's function that takes longer makes its sample FAILED."""
+
+    def __post_init__(self) -> None:
+        """Refuses what is neither."""
+        module, _, function = self.name.partition(":")
+        if self.name not in REWARDS and not (module and function):
+            built_in = ", ".join(REWARDS)
+            raise ValueError(
+                f"reward.name: unknown reward {self.name!r}. Built in: {built_in}; your own: 'module:function'"
+            )
 
 
 class RolloutConfig(Section, frozen=True):
@@ -82,11 +93,13 @@ class RolloutConfig(Section, frozen=True):
         """Refuses what GRPO can't train on."""
         if self.temperature < MIN_TEMPERATURE:
             raise ValueError(
-                f"temperature must be above 0 in training, at least {MIN_TEMPERATURE}: greedy samples have no "
+                f"rollout.temperature must be above 0, at least {MIN_TEMPERATURE}: greedy samples have no "
                 "distribution to learn from"
             )
         if self.group_size == 1:
-            raise ValueError("group_size must be at least 2: the group advantage of a single sample is always 0")
+            raise ValueError(
+                "rollout.group_size must be at least 2: the group advantage of a single sample is always 0"
+            )
 
 
 class AlgoConfig(Section, frozen=True):
@@ -130,6 +143,18 @@ class EngineConfig(Section, frozen=True):
     start_timeout_s: Seconds = 300.0
     request_timeout_s: Seconds = 600.0
 
+    def __post_init__(self) -> None:
+        """Refuses what is no address of a server."""
+        if self.url is None:
+            return
+        try:
+            parts = urlsplit(self.url)
+            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port that is no number
+            is_url = False
+        if not is_url:
+            raise ValueError(f"engine.url: expected something like http://127.0.0.1:30000, got {self.url!r}")
+
 
 class SyncConfig(Section, frozen=True):
     """How weights travel to the engine."""
@@ -163,6 +188,15 @@ class RunConfig(Section, frozen=True):
     """Held-out prompts answered before and after training, once each at the training temperature; 0: none."""
     eval_every: NonNegative = 0
     """Steps between such evaluations during training; 0: none."""
+
+    def __post_init__(self) -> None:
+        """Refuses what contradicts itself."""
+        if self.replay and self.rollout_only:
+            raise ValueError(
+                "run.replay trains on recorded samples, run.rollout_only samples and doesn't train: choose one"
+            )
+        if self.resume and self.resume != "latest" and not self.resume.isdecimal():
+            raise ValueError(f"run.resume: expected `latest` or the step of a checkpoint, got {self.resume!r}")
 
 
 class TrackingConfig(Section, frozen=True):
@@ -214,7 +248,7 @@ def load_config(
         ConfigError: a file that can't be read, an unknown key, a value of the wrong type or out of range.
     """
     tree: dict[str, Any] = msgspec.to_builtins(base) if base else {}
-    for section, values in (_read_toml(path) if path else {}).items():
+    for section, values in (read_toml(path) if path else {}).items():
         if isinstance(values, dict):
             tree.setdefault(section, {}).update(values)
         else:
@@ -225,7 +259,7 @@ def load_config(
             raise ConfigError(
                 f"Expected --set section.key=value, got {setting!r}. Sections: {', '.join(_names(Config))}."
             )
-        _put(tree, key.strip(), _parse_value(text.strip()))
+        _put(tree, key.strip(), parse_value(text.strip()))
     for key, value in (flags or {}).items():
         if value is not None:
             _put(tree, key, value)
@@ -250,20 +284,11 @@ def from_json(text: bytes) -> Config:
 
 
 def _convert(tree: Mapping[str, Any]) -> Config:
-    _check_finite(tree, "")
+    check_finite(tree, "")
     try:
         return msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(str(error), tree)) from None
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"Expected a readable config file at {path}: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is no valid TOML: {error}") from None
 
 
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:
@@ -271,15 +296,8 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     for name in parents:
         tree = tree.setdefault(name, {})
         if not isinstance(tree, dict):  # pyright: ignore[reportUnnecessaryIsInstance] (a file may hold anything)
-            raise ConfigError(f"{key}: {name} is no section")
+            raise ConfigError(f"{key}: {name} is a single value, {tree!r}; nothing lies below it")
     tree[last] = value
-
-
-def _parse_value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 def _names(section: type[msgspec.Struct]) -> list[str]:
@@ -293,9 +311,11 @@ def _explain(message: str, tree: Mapping[str, Any]) -> str:
     text = message[: path_match.start()] if path_match else message
     if "required field `type`" in text:
         return f"{path}: which keys belong there depends on {path}.type. Set it to one of: {', '.join(DATA_TYPES)}."
+    if text.startswith(f"{path}."):  # a section's own check, which names its key
+        return text
     unknown = re.search(r"unknown field `([^`]+)`", text)
     if not unknown:
-        return f"{path}: {text}{_what_came(path, tree)}" if path else text
+        return f"{path}: {plain(text, _what_came(path, tree))}" if path else text
     key = unknown.group(1)
     valid = _names(Config) if not path else _names(_section_type(path, tree))
     near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
@@ -328,18 +348,6 @@ def _choices(path: str, value: Any) -> str:
     field_type = get_type_hints(_section_type(section, {})).get(name)
     options = [o for part in (field_type, *get_args(field_type)) if get_origin(part) is Literal for o in get_args(part)]
     return f". Choices: {', '.join(options)}" if options else ""
-
-
-def _check_finite(value: Any, path: str) -> None:
-    """Looks into tables and lists. Raises: ConfigError naming the path of a NaN or infinity."""
-    if isinstance(value, dict):
-        for key, inner in cast("dict[str, Any]", value).items():
-            _check_finite(inner, f"{path}.{key}" if path else key)
-    elif isinstance(value, list):
-        for i, inner in enumerate(cast("list[Any]", value)):
-            _check_finite(inner, f"{path}[{i}]")
-    elif isinstance(value, float) and not isfinite(value):
-        raise ConfigError(f"{path}: expected a finite number, got {value}")
 
 
 def _section_type(path: str, tree: Mapping[str, Any]) -> type[msgspec.Struct]:

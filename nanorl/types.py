@@ -1,8 +1,7 @@
 """The types that travel the loop: Prompt -> Completion -> Sample -> Group -> StepReport.
 
 Plain Python up to `Group`; tensors begin at `nanorl.train.batch.Batch`. Everything here is frozen, checked when it is
-made,
-and free of torch. Letters: P prompt tokens, R response tokens, L = P + R, the whole sequence.
+made, and free of torch. Letters: P prompt tokens, R response tokens, L = P + R, the whole sequence.
 """
 
 from collections.abc import Mapping, Sequence

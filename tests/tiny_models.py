@@ -33,6 +33,7 @@ def build_tiny_model(
     """A random Qwen3 (or Llama) of 2 layers as a Hugging Face folder, fp32, peaked enough that logits differ."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     folder.mkdir(parents=True, exist_ok=True)
     vocab_size = build_tokenizer_folder(folder)
@@ -55,5 +56,6 @@ def build_tiny_model(
     model = (
         LlamaForCausalLM(LlamaConfig(**shape)) if architecture == "llama" else Qwen3ForCausalLM(Qwen3Config(**shape))
     )
+    disable_progress_bar()  # else it depends on the test before whether a bar shows in captured output
     model.save_pretrained(str(folder))
     return folder

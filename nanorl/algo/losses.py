@@ -1,8 +1,7 @@
 """The policy loss and what is measured beside it, as pure tensor functions.
 
 Letters: B sequences, T targets (prediction space, one less than the sequence). Masks select before anything is
-computed, so
-that NaN or inf at a masked position never reaches a sum or a gradient. Everything is fp32 or better.
+computed, so that NaN or inf at a masked position never reaches a sum or a gradient. Everything is fp32 or better.
 """
 
 from dataclasses import dataclass
@@ -65,9 +64,8 @@ def policy_loss(
 ) -> PolicyLoss:
     """PPO's clipped surrogate: max(-rho A, -clip(rho, 1 - clip_low, 1 + clip_high) A), per token.
 
-    With `dual_clip` c > 1 the loss of a token with A < 0 is at most c |A|: a token that became far more likely
-    although it
-    was bad would otherwise pull without bound.
+    With `dual_clip` c > 1 the loss of a token with A < 0 is at most c |A|: a token that became far more likely although
+    it was bad would otherwise pull without bound.
 
     Args:
         log_ratio: [B, T] nats, from `masked_log_ratio`.

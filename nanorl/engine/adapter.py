@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
-from transformers.utils.logging import disable_progress_bar
 
 from nanorl.errors import ModelError
+from nanorl.models.load import load_causal_lm
 
 
 class LayerShape(NamedTuple):
@@ -105,26 +105,8 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype) -> ModelAdap
     Raises:
         ModelError: no causal language model there that transformers can load and the engine can run.
     """
-    disable_progress_bar()  # the engine's output is a log
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"Expected a causal language model in {path}, transformers could not load it: {error}"
-        ) from error
+    model = load_causal_lm(path, dtype)
     return ModelAdapter(model.to(device))  # pyright: ignore[reportArgumentType] transformers' annotation has no device
-
-
-def load_tokenizer(path: str) -> Any:
-    """The model's tokenizer.
-
-    Raises:
-        ModelError: there is none.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"Expected a tokenizer in {path}, transformers could not load it: {error}") from error
 
 
 def find_stop_ids(path: str, config: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -1,5 +1,8 @@
 """One HTTP call to an engine, synchronous: timeouts, bounded retries, and errors that name the URL and what came."""
 
+import html
+import re
+import textwrap
 import time
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,13 +18,25 @@ T = TypeVar("T")
 RETRY_WAITS_S = (0.1, 0.4, 1.6)
 """Waits before the second, third and fourth try of a call that may be repeated."""
 
+WHAT_IS_THIS = "Is it an engine that speaks SGLang's HTTP dialect?"
+
+PAGE_BYTES = 20_000
+MESSAGE_WIDTH = 200
+"""How much of an answer without structure is read, and how much of that is shown."""
+
 
 def error_message(body: bytes) -> str:
-    """What an engine says went wrong, out of `{"error": {"message"}}`, `{"message"}`, `{"detail"}` or plain text."""
+    """What an engine says went wrong, out of `{"error": {"message"}}`, `{"message"}`, `{"detail"}` or plain text.
+
+    A page in HTML, as foreign servers and proxies answer, becomes one line of its text.
+    """
     try:
         decoded: Any = msgspec.json.decode(body)
     except msgspec.DecodeError:
-        return body[:500].decode("utf-8", "replace").strip() or "an empty body"
+        text = body[:PAGE_BYTES].decode("utf-8", "replace")
+        if re.search(r"<(!doctype|html|head|body)\b", text, re.IGNORECASE):
+            text = html.unescape(re.sub(r"<(style|script).*?</\1>|<[^>]*>", " ", text, flags=re.DOTALL | re.IGNORECASE))
+        return textwrap.shorten(text, MESSAGE_WIDTH, placeholder=" ...") or "an empty body"
     if isinstance(decoded, dict):
         found: Any = decoded.get("error", decoded)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         if isinstance(found, dict):
@@ -92,7 +107,8 @@ class HttpConnection:
         response = self.call(method, path, body, repeatable=repeatable, timeout_s=timeout_s)
         if not response.ok:
             came = f"{response.status_code}: {error_message(response.content)}"
-            raise EngineError(f"{method} {self.url}{path}: expected 200, got {came}")
+            hint = f". {WHAT_IS_THIS}" if response.status_code in (404, 405) else ""
+            raise EngineError(f"{method} {self.url}{path}: expected 200, got {came.rstrip('.')}{hint}")
         return response
 
     def decode(self, response: Response, answer: type[T]) -> T:
@@ -104,9 +120,9 @@ class HttpConnection:
         try:
             return msgspec.json.decode(response.content, type=answer)
         except msgspec.DecodeError as error:
+            came = error_message(response.content)[:MESSAGE_WIDTH]
             raise EngineError(
-                f"{response.url}: expected a body like {answer.__name__}, got {response.content[:200]!r} ({error}). "
-                "Is it an engine that speaks SGLang's HTTP dialect?"
+                f"{response.url}: expected a body like {answer.__name__}, got {came!r} ({error}). " + WHAT_IS_THIS
             ) from None
 
     def close(self) -> None:

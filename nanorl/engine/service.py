@@ -7,7 +7,7 @@ import torch
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
 
-from nanorl.engine.adapter import ModelAdapter, find_stop_ids, load_model, load_tokenizer
+from nanorl.engine.adapter import ModelAdapter, find_stop_ids, load_model
 from nanorl.engine.chat_routes import chat_router
 from nanorl.engine.control_routes import ModelCard, control_router, state_router
 from nanorl.engine.core import EngineLimits
@@ -17,6 +17,7 @@ from nanorl.engine.responses import json_response
 from nanorl.engine.torch_engine import TorchEngine, pick_device
 from nanorl.engine.weight_routes import check_router, weight_router
 from nanorl.errors import EngineError
+from nanorl.tokens.chat import load_tokenizer
 
 _MEMORY_SHARE = 0.2
 """Of the machine's memory, for the KV cache: the trainer lives there too. Not of what is free at the moment: how many

@@ -16,7 +16,7 @@ from nanorl.data import PromptStream, build_data
 from nanorl.engine.client import EngineClient
 from nanorl.engine.generation import GenerationClient
 from nanorl.errors import EngineError, RewardError
-from nanorl.loops.engine import EngineHandle, acquire_engine
+from nanorl.loops.engine import EngineHandle, acquire_engine, check_reach
 from nanorl.loops.recorder import Recorder
 from nanorl.loops.resolve import resolve
 from nanorl.loops.resume import open_folder, restore
@@ -113,7 +113,7 @@ class Run:
         """Records a finished step, and keeps a checkpoint where one is due."""
         self.recorder.log(report, groups)
         self.done_steps = report.step
-        every = self.config.run.checkpoint_every
+        every = 0 if self.config.run.rollout_only else self.config.run.checkpoint_every
         if every and (report.step % every == 0 or report.step == self.config.run.steps):
             self.save_checkpoint()
 
@@ -157,6 +157,7 @@ def build(config: Config, view: View) -> Iterator[Run]:
             view.note(model.note)
         chat = load_chat(model.path)
         prompts = build_data(config.data, config.run.seed)
+        check_reach(config)
         grader = build_grader(config.reward)
         stack.callback(grader.close)
         folder, checkpoint = open_folder(config, model)
@@ -200,6 +201,7 @@ def build(config: Config, view: View) -> Iterator[Run]:
             run.done_steps, run.version = state.step, state.weight_version - 1
         # A server that another run has trained must give no false result: ours first, whoever started it.
         run.sync_weights()
+        folder.keep()
         yield run
 
 
@@ -231,13 +233,15 @@ def _start_both(
 ) -> tuple[EngineHandle, Trainer]:
     """The trainer's model loads on a thread while the engine starts in its own process.
 
-    The engine is this thread's, since Ctrl-C comes here: while the engine starts, it is stopped at once.
+    The engine is this thread's, since Ctrl-C comes here: while the engine starts, it is stopped at once, and nobody
+    waits for the model.
     """
     view.progress("starting the engine, loading the model", 0, 0)
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        loading = pool.submit(make_trainer, config, model, folder)
-        engine = stack.enter_context(acquire_engine(config, model, folder.engine_log, str(folder.path)))
-        return engine, loading.result()
+    pool = ThreadPoolExecutor(max_workers=1)
+    stack.callback(pool.shutdown, wait=False)
+    loading = pool.submit(make_trainer, config, model, folder)
+    engine = stack.enter_context(acquire_engine(config, model, folder.engine_log, str(folder.path)))
+    return engine, loading.result()
 
 
 def make_trainer(config: Config, model: ResolvedModel, folder: RunFolder) -> Trainer:

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from nanorl.config import Config
 from nanorl.engine.client import EngineClient
@@ -12,6 +11,7 @@ from nanorl.engine.launcher import EngineCommand, EngineProcess, embedded_engine
 from nanorl.engine.registry import Lease, acquire_lease, check_lease, find_server
 from nanorl.errors import ConfigError, EngineError, WeightSyncError
 from nanorl.models.presets import ResolvedModel
+from nanorl.weight_sync.carriers import choose_carrier, reaching_carriers
 
 FIRST_CONTACT_S = 15.0
 """A server that doesn't tell about itself within this is none."""
@@ -54,15 +54,30 @@ class EngineHandle:
             raise
 
 
+def check_reach(config: Config) -> None:
+    """What can be known of engine and carrier before anything is started or written; `config` is resolved.
+
+    Raises:
+        EngineError: nothing that is an engine answers at engine.url.
+        WeightSyncError: sync.carrier doesn't reach the engine.
+    """
+    url, device = config.engine.url or "http://127.0.0.1", config.model.device
+    engine_device = device
+    if config.engine.url:
+        with EngineClient(url, timeout_s=FIRST_CONTACT_S) as client:
+            engine_device = str(client.server_info().get("device", "cuda"))
+    choose_carrier(config.sync.carrier, reaching_carriers(url, engine_device, device), url)
+
+
 @contextlib.contextmanager
 def acquire_engine(config: Config, model: ResolvedModel, log_path: Path, owner: str) -> Iterator[EngineHandle]:
     """The engine for one run, leased to it; one that was started here is stopped at the end.
 
     Raises:
         EngineError: nothing answers at the URL, the server is held by another run, or our own didn't start.
-        ConfigError: an engine was asked for that this machine can't run, or engine.url is none.
+        ConfigError: an engine was asked for that this machine can't run.
     """
-    url = _checked(config.engine.url) if config.engine.url else find_server(model.path)
+    url = config.engine.url or find_server(model.path)
     if url is None:
         command = engine_command(config, model)
         with EngineProcess(command, log_path=log_path, ready_timeout_s=config.engine.start_timeout_s) as process:
@@ -82,17 +97,6 @@ def engine_command(config: Config, model: ResolvedModel, port: int = 0) -> Engin
         raise ConfigError("engine.type sglang: start SGLang yourself and pass --engine-url, or use --engine torch.")
     arguments = ["--dtype", str(config.model.dtype), "--device", config.model.device, "--served-name", model.name]
     return embedded_engine(model.path, *arguments, port=port)
-
-
-def _checked(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
-        is_url = False
-    if not is_url:
-        raise ConfigError(f"engine.url: expected something like http://127.0.0.1:30000, got {url!r}.")
-    return url
 
 
 def _describe(

@@ -66,7 +66,7 @@ def evaluate(run: Run) -> Accuracy | None:
 
 
 def evaluate_model(config: Config, view: View, *, num_samples: int) -> list[Score]:
-    """`nanorl eval`: the greedy answer, and `num_samples` at the configured temperature, of every held-out prompt.
+    """`nanorl eval`: of every held-out prompt the greedy answer, and `num_samples`, 0 or more, at the temperature.
 
     Raises:
         NanoRLError: bad input, or an engine that refuses or dies.
@@ -76,11 +76,14 @@ def evaluate_model(config: Config, view: View, *, num_samples: int) -> list[Scor
         config = msgspec.structs.replace(config, run=scratch_run, tracking=TrackingConfig(rollouts=False))
         with build(config, view) as run:
             greedy = run.sample(run.heldout, EVAL_SEED_OFFSET, group_size=1, temperature=0.0, what="greedy")
-            sampled = run.sample(run.heldout, EVAL_SEED_OFFSET, group_size=num_samples, what="sampled")
-    return [
-        _score("greedy", [_share_right(group) for group in greedy]),
-        _score(f"avg@{num_samples}", [_share_right(group) for group in sampled]),
-        *(_score(f"pass@{k}", [_pass_at(group, k) for group in sampled]) for k in _powers_of_two(num_samples)),
+            sampled = []
+            if num_samples:
+                sampled = run.sample(run.heldout, EVAL_SEED_OFFSET, group_size=num_samples, what="sampled")
+    scores = [_score("greedy", [_share_right(group) for group in greedy])]
+    if num_samples:
+        scores.append(_score(f"avg@{num_samples}", [_share_right(group) for group in sampled]))
+    return scores + [
+        _score(f"pass@{k}", [_pass_at(group, k) for group in sampled]) for k in _powers_of_two(num_samples)
     ]
 
 

@@ -60,8 +60,10 @@ def _example_row(trip: RoundTrip) -> Sequence[str]:
 
 
 def _ids(token_ids: Sequence[int], first: int) -> str:
+    """As many whole ids as fit: half of one would be another."""
     start = max(0, first - 1) if len(token_ids) > 4 else 0
-    return _cut(("… " if start else "") + " ".join(map(str, token_ids[start:])))
+    text = ("… " if start else "") + " ".join(map(str, token_ids[start:]))
+    return text if len(text) <= WIDTH else text[: WIDTH - 1].rpartition(" ")[0] + " …"
 
 
 def _cut(text: str) -> str:

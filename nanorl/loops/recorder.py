@@ -19,6 +19,7 @@ class Recorder:
     def __init__(self, config: Config, folder: RunFolder, chat: ChatFormat, view: View) -> None:
         """Raises: TrackerError where a backend can't be started."""
         self._view, self._chat, self._steps = view, chat, config.run.steps
+        self._folder, self._is_latest = folder, False
         self._trackers = open_trackers(config.tracking, folder.path, msgspec.to_builtins(config), view.note)
         keeps = config.tracking.rollouts
         self._rollouts = RolloutWriter(folder.rollouts, chat.decode, view.note) if keeps else None
@@ -28,6 +29,9 @@ class Recorder:
         if self._rollouts:
             self._rollouts.write(report.step, groups)
         self._trackers.log(report)
+        if not self._is_latest:  # a start that fails must not hide the run before it
+            self._folder.point_latest()
+            self._is_latest = True
         self._view.sample(excerpt(groups, self._chat.decode))
         self._view.step(report, self._steps)
 

@@ -38,6 +38,7 @@ def replay(config: Config, view: View) -> list[StepReport]:
     with folder:
         recorder = Recorder(config, folder, load_chat(model.path), view)
         trainer = make_trainer(config, model, folder)
+        folder.keep()
         device, dtype = str(trainer.policy.device), str(config.model.dtype)
         view.header(
             {

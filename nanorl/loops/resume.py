@@ -4,47 +4,19 @@ from pathlib import Path
 
 import msgspec
 
-from nanorl.config import Config, from_json, to_json
+from nanorl.config import Config, to_json
 from nanorl.data.prompts import PromptStream, StreamState
 from nanorl.errors import CheckpointError, ConfigError
+from nanorl.loops.saved import saved_config
 from nanorl.models.presets import ResolvedModel
 from nanorl.tracking.metrics_file import truncate_metrics
 from nanorl.tracking.rollouts import truncate_rollouts
-from nanorl.tracking.run_folder import (
-    RunFolder,
-    create_run_folder,
-    find_run,
-    reopen_run_folder,
-    write_atomically,
-)
+from nanorl.tracking.run_folder import RunFolder, create_run_folder, reopen_run_folder, write_atomically
 from nanorl.train.checkpoint import TrainState, checkpoint_path, list_checkpoints, load_checkpoint, read_state
 from nanorl.train.trainer import Trainer
 
 SAME = ("model", "data", "reward", "rollout", "algo", "train")
 """Sections that decide numbers: a resumed run keeps them."""
-
-
-def saved_config(run_dir: str | None) -> Config:
-    """The resolved configuration of an earlier run, its folder filled in; `runs/latest` where none is named.
-
-    Raises:
-        CheckpointError: there is no such run.
-        ConfigError: its configuration is not of this version.
-    """
-    folder = find_run(run_dir or "latest")
-    try:
-        config = from_json(folder.config.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"Expected the configuration of a run in {folder.config}: {error.strerror}") from None
-    return msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, dir=str(folder.path.resolve())))
-
-
-def replayed_config(run: str) -> Config:
-    """The base of `--replay`: the same settings, in a new folder."""
-    config = saved_config(run)
-    section = config.run
-    changed = msgspec.structs.replace(section, dir=None, resume=None, overwrite=False, replay=section.dir)
-    return msgspec.structs.replace(config, run=changed)
 
 
 def open_folder(config: Config, model: ResolvedModel) -> tuple[RunFolder, Path | None]:
@@ -74,10 +46,8 @@ def open_folder(config: Config, model: ResolvedModel) -> tuple[RunFolder, Path |
     # What was recorded after the checkpoint will be sampled again.
     truncate_metrics(folder.metrics, step)
     truncate_rollouts(folder.rollouts, step)
-    going_on = msgspec.structs.replace(config.run, resume=None)
-    write_atomically(
-        folder.config, to_json(msgspec.structs.replace(config, run=going_on))
-    )  # more steps, another engine
+    going_on = msgspec.structs.replace(config.run, resume=None)  # more steps, perhaps another engine
+    write_atomically(folder.config, to_json(msgspec.structs.replace(config, run=going_on)))
     return folder, checkpoint
 
 

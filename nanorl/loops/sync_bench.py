@@ -11,7 +11,7 @@ import torch
 
 from nanorl.config import Config
 from nanorl.engine.client import EngineClient
-from nanorl.loops.engine import acquire_engine
+from nanorl.loops.engine import acquire_engine, check_reach
 from nanorl.loops.resolve import resolve
 from nanorl.tracking.view import View
 from nanorl.train.model import load_policy
@@ -54,6 +54,7 @@ def sync_bench(config: Config, view: View, *, iters: int) -> list[CarrierResult]
         NanoRLError: bad input.
     """
     config, model = resolve(config, view.progress)
+    check_reach(config)
     with tempfile.TemporaryDirectory(prefix="nanorl-sync-bench-") as scratch:
         folder = Path(scratch)
         with acquire_engine(config, model, folder / "engine.log", "sync-bench") as engine:

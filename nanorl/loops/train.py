@@ -95,8 +95,12 @@ def _summarize(result: TrainResult, view: View) -> None:
         rows.append(
             (f"format, {result.before.num_prompts} held-out", result.before.text("format"), result.after.text("format"))
         )
-    span = f"steps 1-{third}", f"steps {len(result.reports) - third + 1}-{len(result.reports)}"
-    view.table("Summary (held-out: before training, after)", ("", *span), rows)
+    view.table("Summary (held-out: before training, after)", ("", _span(early), _span(late)), rows)
+
+
+def _span(reports: tuple[StepReport, ...]) -> str:
+    first, last = reports[0].step, reports[-1].step
+    return f"step {first}" if first == last else f"steps {first}-{last}"
 
 
 def _mean(reports: tuple[StepReport, ...], metric: str) -> str:

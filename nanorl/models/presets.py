@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from safetensors import SafetensorError, safe_open
+
 from nanorl.errors import ModelError
 
 Progress = Callable[[str, int, int], None]
@@ -135,8 +137,7 @@ def check_folder(folder: Path) -> dict[str, Any]:
     if config is None:
         raise ModelError(f"Expected a Hugging Face model folder, {folder} has no readable config.json.")
     _check_architecture(folder, config)
-    if not any(folder.glob("*.safetensors")):
-        raise ModelError(f"{folder} has no weights (*.safetensors).")
+    _check_weights(folder)
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ModelError(f"{folder} has no tokenizer (tokenizer.json). Copy the model's tokenizer files into it.")
     tokenizer_config = _read_json(folder / "tokenizer_config.json") or {}
@@ -146,6 +147,18 @@ def check_folder(folder: Path) -> dict[str, Any]:
             "chat_template.jinja."
         )
     return config
+
+
+def _check_weights(folder: Path) -> None:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder} has no weights (*.safetensors).")
+    for file in files:
+        try:
+            with safe_open(file, framework="np"):  # reads the header, and compares it with the file's size
+                pass
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{file} is damaged or half a file: {error}. Copy or download it again.") from None
 
 
 def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:

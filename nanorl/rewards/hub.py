@@ -38,14 +38,10 @@ def build_grader(section: RewardConfig) -> Grader:
     """The grader that the config names; a user's function is imported now, so that a mistake shows before training.
 
     Raises:
-        RewardError: an unknown name, or a function that can't be imported.
+        RewardError: a function that can't be imported.
     """
     if section.name in BUILT_IN:
         return InProcessGrader(BUILT_IN[section.name])
-    if ":" not in section.name:
-        raise RewardError(
-            f"Unknown reward {section.name!r}. Built in: {', '.join(BUILT_IN)}; your own: 'module:function'."
-        )
     return WorkerGrader(section.name, section.timeout_s)
 
 

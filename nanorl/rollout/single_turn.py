@@ -73,8 +73,8 @@ class SingleTurn:
         """Samples group_size responses a prompt, grades them, and gives each sample its advantage.
 
         All first tries go as one request: the engine sees the same batch in every run with the same seed, and so
-        answers
-        the same bits. FAILED and ABORTED samples are sampled again, `max_retries` times at most, and masked after that.
+        answers the same bits. FAILED and ABORTED samples are sampled again, `max_retries` times at most, and masked
+        after that.
 
         Raises:
             DataError: a prompt leaves no room for a response.

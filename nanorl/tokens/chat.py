@@ -128,11 +128,21 @@ class ChatFormat:
             ) from error
 
     def _end_of_turn(self) -> list[int]:
-        """The special token that the template writes right after an assistant's last message, if it writes one."""
+        """The special token that the template writes right after an assistant's last message, if it writes one.
+
+        Raises:
+            ModelError: the template is none.
+        """
+        from jinja2 import TemplateSyntaxError
+
         messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _PROBE}]
         try:
             _, _, tail = self._render_text(messages, None, False).rpartition(_PROBE)
-        except TokenizationError:
+        except TokenizationError as error:
+            if isinstance(error.__cause__, TemplateSyntaxError):
+                raise ModelError(
+                    f"The model's chat template is broken: {error.__cause__}. Mend or replace it."
+                ) from error
             return []  # a template with rules of its own; the eos of tokenizer and config must do
         first = self._encode(tail)[:1]
         return [i for i in first if i in self._tokenizer.all_special_ids or i in self._tokenizer.added_tokens_decoder]

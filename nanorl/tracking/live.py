@@ -106,7 +106,8 @@ class RichView:
         LOG.info("%s", table_text(title, columns, rows))
         table = Table(box=box.ROUNDED, border_style="dim")
         for i, column in enumerate(columns):
-            table.add_column(Text(column), justify="right" if holds_numbers(rows, i) else "left")
+            is_name = i == 0 and all(" " not in row[0] for row in rows)  # cut in the middle it would be another name
+            table.add_column(Text(column), justify="right" if holds_numbers(rows, i) else "left", no_wrap=is_name)
         for row in rows:
             table.add_row(*map(Text, row))
         self._stop()

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 import nanorl
-from nanorl.errors import CheckpointError, ConfigError
+from nanorl.errors import CheckpointError, ConfigError, NanoRLError
 
 RUNS = Path("runs")
 """Where runs go that were given no folder."""
@@ -28,11 +28,12 @@ WRITTEN = (
     "run.lock",
     "engine.log",
     "curves.png",
+    "*.run-id",
     "nonfinite-*.jsonl",
     "rollouts/step-*",
 )
 """Every file that a run writes."""
-TREES = ("checkpoints", "tensorboard", "wandb", "mlruns")
+TREES = ("checkpoints", "tensorboard", "wandb", "mlruns", "weights")
 """Folders that belong to a run as a whole."""
 
 PACKAGES = ("torch", "transformers", "sglang", "numpy", "msgspec")
@@ -41,10 +42,11 @@ PACKAGES = ("torch", "transformers", "sglang", "numpy", "msgspec")
 class RunFolder:
     """Paths inside a run folder. As a context manager it keeps run.log, and gives the folder free at the end."""
 
-    def __init__(self, path: Path, lock: int | None = None) -> None:
-        """`lock` is the open lock file of a run that owns the folder; a reader has none."""
+    def __init__(self, path: Path, lock: int | None = None, *, is_new: bool = False) -> None:
+        """`lock` is the open lock file of a run that owns the folder; a reader has none. `is_new`: this run made it."""
         self.path = path
         self._lock = lock
+        self._is_new = is_new
         self._log: logging.Handler | None = None
 
     @property
@@ -89,7 +91,11 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Notes how the run ended, closes run.log, gives the lock back."""
+        """Notes how the run ended, closes run.log, gives the lock back.
+
+        A start (all before `keep`) that failed with a message or was broken off leaves no folder, unless an engine's
+        log is in there.
+        """
         logger = logging.getLogger("nanorl")
         if error is not None:
             logger.error("the run ended by %s", type(error).__name__, exc_info=error)
@@ -97,9 +103,29 @@ class RunFolder:
             logger.removeHandler(self._log)
             with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
                 self._log.close()
+        is_explained = isinstance(error, (NanoRLError, KeyboardInterrupt, SystemExit))
+        if self._is_new and is_explained and not _has(self.engine_log):
+            with contextlib.suppress(OSError):
+                _clear(self.path)
+                (self.path / "run.lock").unlink(missing_ok=True)
+                self.path.rmdir()  # fails where somebody else's file is in it
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+    def keep(self) -> None:
+        """Everything has started: the folder stays, however the run ends."""
+        self._is_new = False
+
+    def point_latest(self) -> None:
+        """Makes runs/latest lead here, if this is in runs/; elsewhere a person chose the place and finds it again."""
+        latest = RUNS / "latest"
+        if self.path.resolve().parent != RUNS.resolve() or (latest.exists() and not latest.is_symlink()):
+            return
+        part = RUNS / f".latest-{os.getpid()}"
+        with contextlib.suppress(OSError):  # a file system without links
+            part.symlink_to(self.path.resolve().name)
+            part.replace(latest)
 
 
 def create_run_folder(
@@ -118,12 +144,12 @@ def create_run_folder(
         given = Path(path) if path else _make_unused(RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{Path(model_name).name}")
         if given.exists():
             _check_unused(given, overwrite=overwrite)
+        is_new = not (path and given.exists())
         given.mkdir(parents=True, exist_ok=True)
-        folder = RunFolder(given, _acquire(given))
+        folder = RunFolder(given, _acquire(given), is_new=is_new)
         _clear(given)
         facts = versions() | ({"model_path": str(Path(model_path).resolve())} if model_path else {})
         write_atomically(folder.versions, json.dumps(facts, indent=2).encode() + b"\n")
-        _point_latest(given)
     except OSError as error:
         where = path or RUNS
         raise CheckpointError(
@@ -215,6 +241,8 @@ def _check_unused(path: Path, *, overwrite: bool) -> None:
         raise ConfigError(f"Expected a folder for the run, {path} is a file. Choose another --run-dir.")
     if not any(entry.name != "run.lock" for entry in path.iterdir()):
         return
+    if (path / "versions.json").is_file() and not _has(path / "metrics.jsonl"):
+        return  # a start that failed: nothing was trained, so there is nothing to lose
     if not overwrite:
         raise ConfigError(
             f"Expected a new or empty run folder, {path} is used already. "
@@ -251,14 +279,10 @@ def _clear(path: Path) -> None:
     for tree in TREES:
         if (path / tree).exists():
             shutil.rmtree(path / tree)
+    with contextlib.suppress(OSError):  # none there, or somebody else's file in it
+        (path / "rollouts").rmdir()
 
 
-def _point_latest(path: Path) -> None:
-    """Makes runs/latest lead to a run inside runs/; elsewhere a person chose the place and finds it again."""
-    latest = RUNS / "latest"
-    if path.resolve().parent != RUNS.resolve() or (latest.exists() and not latest.is_symlink()):
-        return
-    part = RUNS / f".latest-{os.getpid()}"
-    with contextlib.suppress(OSError):  # a file system without links
-        part.symlink_to(path.resolve().name)
-        part.replace(latest)
+def _has(file: Path) -> bool:
+    """Whether anything was written to it."""
+    return file.is_file() and file.stat().st_size > 0

@@ -139,7 +139,7 @@ def _open(name: str, config: TrackingConfig, folder: Path, settings: Mapping[str
         case "mlflow":
             from nanorl.tracking.backends.mlflow import MlflowTracker
 
-            return MlflowTracker(config.mlflow_uri or str(folder / "mlruns"), config.project, folder.name, settings)
+            return MlflowTracker(config.mlflow_uri or str(folder / "mlruns"), config.project, folder, settings)
         case _:
             from nanorl.tracking.backends.prometheus import PrometheusTracker
 

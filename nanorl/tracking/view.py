@@ -112,8 +112,6 @@ class PlainView:
 
 def make_view(*, quiet: bool = False) -> View:
     """A live view on a terminal that can draw one, plain lines elsewhere or with `quiet`."""
-    if reconfigure := getattr(sys.stdout, "reconfigure", None):
-        reconfigure(errors="replace")  # a terminal without Unicode shows `?`; it must not end a run
     is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     if quiet or not sys.stdout.isatty() or not is_utf8 or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
         return PlainView(quiet=quiet)
@@ -143,6 +141,8 @@ def table_text(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def holds_numbers(rows: Sequence[Sequence[str]], column: int) -> bool:
-    """Whether a column belongs to the right: not the first, and with more digits than letters."""
-    text = "".join(row[column] for row in rows)
-    return column > 0 and sum(map(str.isalpha, text)) <= sum(map(str.isdigit, text))
+    """Whether a column belongs to the right: not the first, with more digits than letters, no lists of numbers."""
+    cells = [row[column] for row in rows]
+    text = "".join(cells)
+    is_list = any(len(cell.split()) > 3 for cell in cells)  # `0 / 5` is none
+    return column > 0 and not is_list and sum(map(str.isalpha, text)) <= sum(map(str.isdigit, text))

@@ -74,8 +74,7 @@ def micro_batches(samples: Sequence[Sample], max_tokens: int) -> Iterator[Batch]
     """Cuts samples, sorted by length, into batches of at most `max_tokens` padded tokens.
 
     A single sample longer than that gets a batch of its own. Sorting keeps padding small and, being stable, keeps the
-    cut
-    the same from run to run.
+    cut the same from run to run.
     """
     rows: list[Sample] = []
     for sample in sorted(samples, key=lambda s: -len(s.token_ids)):

@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
-from nanorl.errors import ModelError
+from nanorl.models.load import load_causal_lm
 from nanorl.train.batch import Batch
 
 
@@ -66,15 +64,9 @@ def load_policy(
     """Loads a Hugging Face folder in fp32.
 
     Raises:
-        ModelError: the folder doesn't hold a causal language model that transformers can load.
+        ModelError: the folder doesn't hold all of a causal language model that transformers can load.
     """
-    transformers.utils.logging.disable_progress_bar()  # it would write into the live view
-    try:
-        model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"Expected a causal language model in {path}, transformers could not load it: {error}"
-        ) from error
+    model = load_causal_lm(path, torch.float32)
     return Policy(nn.Module.to(model, device), temperature, autocast)
 
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 import torch
 
-from nanorl.engine.client import EngineClient
 from nanorl.weight_sync.base import Stopwatch
 from nanorl.weight_sync.bucket import FlatBucket
 from nanorl.weight_sync.shared_memory import SharedMemorySync
@@ -13,16 +12,9 @@ from nanorl.weight_sync.shared_memory import SharedMemorySync
 class CudaIpcSync(SharedMemorySync):
     """As SharedMemorySync, on the GPU where the engine lives; the two may number their GPUs differently."""
 
-    def __init__(
-        self,
-        client: EngineClient,
-        *,
-        dtype: torch.dtype | None = None,
-        max_bucket_bytes: int | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        here = device or torch.device("cuda", torch.cuda.current_device())
-        super().__init__(client, dtype=dtype, max_bucket_bytes=max_bucket_bytes, device=here)
+    @classmethod
+    def _own_device(cls) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
 
     def _fill(self, bucket: FlatBucket, index: int, tensors: Mapping[str, torch.Tensor], watch: Stopwatch) -> None:
         with watch.lap("copy"):

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from nanorl.engine.client import EngineClient
@@ -72,7 +73,7 @@ class DiskSync:
             partial.mkdir(parents=True)
             save_file(saved, str(partial / "model.safetensors"), metadata={"format": "pt"})
             partial.rename(path)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise WeightSyncError(f"Can't write the weights to {path}: {error}") from None
         return sum(t.numel() * t.itemsize for t in saved.values())

@@ -1,5 +1,4 @@
-"""The sync by handle: parameters are copied into one persistent bucket, of which the engine gets a handle, never the
-bytes.
+"""The sync by handle: parameters are copied into one persistent bucket; the engine gets a handle, never the bytes.
 
 Shared memory for an engine on this machine's CPU; `cuda_ipc` is the same with the bucket on a GPU.
 """
@@ -41,7 +40,7 @@ class SharedMemorySync:
         self._client = client
         self._dtype = dtype
         self._max_bucket_bytes = max_bucket_bytes
-        self._device = device or torch.device("cpu")
+        self._device = device or self._own_device()
         self._bucket: FlatBucket | None = None
         self._load_format = FLATTENED_BUCKET
         self._num_ranks = 1
@@ -72,6 +71,11 @@ class SharedMemorySync:
         if self._bucket is not None:
             self._bucket.close()
             self._bucket = None
+
+    @classmethod
+    def _own_device(cls) -> torch.device:
+        """Where the bucket lies if nobody says."""
+        return torch.device("cpu")
 
     def _prepare(self, tensors: Mapping[str, torch.Tensor]) -> FlatBucket:
         self.close()

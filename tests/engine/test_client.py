@@ -250,6 +250,11 @@ def test_wait_ready_stops_as_soon_as_the_engine_is_dead() -> None:
         (b"Flush cache failed.\n", "Flush cache failed."),
         (b"[1]", "[1]"),
         (b"", "an empty body"),
+        (
+            b"<!DOCTYPE html>\n<html><style>p {}</style><title>404</title>\n<body>Not &lt;found&gt;</body></html>",
+            "404 Not <found>",
+        ),
+        (b"word " * 100, "word " * 39 + "..."),
     ],
 )
 def test_error_messages_of_every_form(body: bytes, message: str) -> None:

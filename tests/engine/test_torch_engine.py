@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from nanorl.engine.adapter import ModelAdapter, find_stop_ids, load_model, load_tokenizer
+from nanorl.engine.adapter import ModelAdapter, find_stop_ids, load_model
 from nanorl.engine.core import EngineCore, EngineLimits
 from nanorl.engine.kv_cache import SlotCache
 from nanorl.engine.protocol import SamplingParams
 from nanorl.engine.sequence import EngineSequence, Request
 from nanorl.errors import ModelError
+from nanorl.tokens.chat import load_tokenizer
 
 CPU = torch.device("cpu")
 

@@ -11,22 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from nanorl.cli import main
+from nanorl.cli import run_command
 
 ROOT = Path(__file__).parents[2]
 
 
 def nanorl(*words: str) -> int:
     """`nanorl WORDS` in this process; returns its exit code."""
-    on_sigterm = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["nanorl", *words])
         try:
-            main()
+            run_command()
         except SystemExit as ending:
             return int(ending.code or 0)
         finally:
-            signal.signal(signal.SIGTERM, on_sigterm)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
     return 0
 
 

@@ -3,6 +3,7 @@
 import os
 import resource
 import subprocess
+import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -69,6 +70,21 @@ def test_a_flag_that_does_not_exist_or_fit(capsys: pytest.CaptureFixture[str], w
         (["--resume", "--run-dir", "/no/such/run"], "'/no/such/run', where no run is"),
         (["--replay", "/no/such/run"], "'/no/such/run', where no run is"),
         (["--model", "/no/such/model"], "no such folder"),
+        (["--rollout-only", "--set", "run.replay=runs/x"], "choose one"),
+        (["--model", "tiny-random", "--set", "sync.carrier=cuda_ipc"], "cuda_ipc doesn't reach the engine"),
+        (
+            [
+                "--model",
+                "tiny-random",
+                "--prompts-per-step",
+                "2",
+                "--group-size",
+                "2",
+                "--set",
+                "train.num_minibatches=5",
+            ],
+            "train.num_minibatches is 5, but a step has 4 samples",
+        ),
     ],
 )
 def test_settings_that_make_no_sense(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
@@ -130,6 +146,34 @@ def test_a_url_where_nothing_listens(
         message = refused(capsys, *command, *words)
         assert f"127.0.0.1:{free_port}" in message
         assert "nothing listens there. Start an engine with `nanorl serve`, or check the URL" in message
+
+
+def test_a_start_that_fails_makes_no_folder_and_keeps_the_link(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    tiny_model: Path,
+    website: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (["--engine-url", website], ["--set", "reward.name=no_module:f"], ["--set", "sync.carrier=cuda_ipc"]):
+        refused(capsys, "train", "--model", str(tiny_model), *words)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_mistyped_name_is_refused_before_torch_is_imported() -> None:
+    """A user's first seconds: torch alone takes several to import."""
+    command = "from nanorl.cli import run_command; run_command()"
+    for words in (
+        ["--replay", "runs/nowhere"],
+        ["--resume", "--run-dir", "runs/nowhere"],
+        ["--set", "reward.name=arithmetics"],
+        ["--engine-url", "localhost"],
+    ):
+        arguments = [sys.executable, "-X", "importtime", "-c", command, "train", *words]
+        ended = subprocess.run(arguments, capture_output=True, text=True, check=False)
+        assert (ended.returncode, "| torch" in ended.stderr) == (2, False), ended.stderr[-500:]
+        assert "error: " in ended.stderr
 
 
 def test_a_url_where_something_else_answers(

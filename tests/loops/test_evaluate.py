@@ -62,6 +62,9 @@ def test_eval_answers_held_out_prompts(
     assert "Held-out accuracy, 95 % confidence" in shown
     assert [line.split()[0] for line in shown.splitlines()[-5:]] == list(scores)
 
+    assert nanorl(*words, "--temperature", "0", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == [scores["greedy"]]
+
 
 def test_eval_every_adds_numbers_and_changes_none(tiny_model: Path, shared_engine: str, tmp_path: Path) -> None:
     """The last one is of the weights that the summary calls `after`: the same problems, the same noise."""

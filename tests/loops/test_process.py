@@ -2,6 +2,7 @@
 
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,18 @@ def test_two_runs_at_once_do_not_disturb_each_other(tiny_model: Path, shared_eng
     assert without_times(metrics_of(tmp_path / "b")) == alone
     urls = [command.output.split("(own) ")[1].split()[0] for command in (a, b)]
     assert urls[0] != urls[1]
+
+
+@pytest.mark.parametrize(("number", "code"), ENDINGS[:2])
+def test_a_signal_while_torch_is_imported_ends_the_command_at_once(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    """Torch and transformers swallow a KeyboardInterrupt that comes among their imports, or turn it into an error."""
+    words = ["serve", "--model", "tiny-random", "--port", "0"]
+    with running(tmp_path / "out", *words, env={"PYTHONVERBOSE": "1"}) as command:
+        command.wait_for(lambda: "import 'torch._C'" in command.output, "import of torch")
+        command.process.send_signal(number)
+        start = time.monotonic()
+        assert command.process.wait(10) == code
+    assert time.monotonic() - start < 2
+    assert "Traceback" not in command.output

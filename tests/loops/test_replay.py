@@ -7,7 +7,7 @@ import pytest
 from nanorl.engine.client import EngineClient
 from nanorl.errors import CheckpointError
 from nanorl.loops.replay import replay
-from nanorl.loops.resume import replayed_config
+from nanorl.loops.saved import replayed_config
 from nanorl.loops.train import train
 from nanorl.tracking.rollouts import rollout_path
 from nanorl.tracking.view import PlainView
@@ -72,6 +72,7 @@ def test_rollout_only_trains_and_syncs_nothing(tiny_model: Path, shared_engine: 
         assert client.model_info().version == 1  # the sync before the first sample
     rows = metrics_of(tmp_path / "only")
     assert [row["weight_version"] for row in rows] == [1, 1]
+    assert not (tmp_path / "only" / "checkpoints").exists()
     assert not any(name.startswith(("train/", "sync/")) for row in rows for name in row)
     for step in (1, 2):
         samples = [sample for group in groups_of(tmp_path / "only", step) for sample in group.samples]

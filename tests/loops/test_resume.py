@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from nanorl.config import load_config
 from nanorl.errors import NanoRLError
-from nanorl.loops.resume import saved_config
+from nanorl.loops.saved import saved_config
 from nanorl.loops.train import TrainResult, train
 from nanorl.tracking.rollouts import rollout_steps
 from nanorl.tracking.view import PlainView

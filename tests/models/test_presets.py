@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from nanorl.errors import ModelError
+from nanorl.models.load import load_causal_lm
 from nanorl.models.presets import ON_GPU, QWEN, SMALL_ON_CPU, TINY, check_folder, resolve_model
 from nanorl.models.tiny import build_random
 
@@ -74,6 +77,24 @@ def test_a_folder_that_lacks_something_is_refused_by_name(folder: Path, file: st
     with pytest.raises(ModelError, match=complaint) as raised:
         resolve_model(str(folder), has_gpu=False)
     assert str(folder) in str(raised.value)
+
+
+def test_half_a_weight_file_is_refused_before_it_is_loaded(folder: Path):
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged or half a file: .*Copy or download it again"):
+        resolve_model(str(folder), has_gpu=False)
+
+
+def test_weights_are_refused_where_transformers_would_make_some_up(folder: Path):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    tensors["model.layers.0.mlp.down_proj.weight"] = torch.zeros(3, 5)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"model\.norm\.weight missing; .*down_proj\.weight of shape \[3, 5\], not .*; 2"
+    ):
+        load_causal_lm(folder, torch.float32)
 
 
 def test_a_template_within_the_tokenizer_config_counts(folder: Path):

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from nanorl.config import RewardConfig
+from nanorl.config import REWARDS, RewardConfig
 from nanorl.errors import RewardError
 from nanorl.rewards.hub import (
+    BUILT_IN,
     GradeItem,
     Grader,
     InProcessGrader,
@@ -127,8 +128,7 @@ def test_names_lead_to_graders():
         built_in.grade_all([GradeItem(prompt=prompt, text="<answer>57</answer>", finish_reason="stop")])
     )
     assert result == RewardResult(value=1.2, parts={"correct": 1.0, "format": 1.0})
-    with pytest.raises(RewardError, match="Built in: arithmetic"):
-        build_grader(RewardConfig(name="arithmetik"))
+    assert set(BUILT_IN) == set(REWARDS)  # what the config lets pass has a function
 
 
 @pytest.mark.parametrize(

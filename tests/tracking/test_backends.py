@@ -101,6 +101,10 @@ def test_mlflow_in_plain_files(tmp_path):
     assert [(m.step, m.value) for m in history] == [(1, 0.1), (2, 0.2)]
     assert run.data.metrics["rollout/failed/HTTP 500: café_"] == 2.0
 
+    log_two_steps(folder, backends=("mlflow",), project="arithmetic")  # a resumed run is the same one
+    (again,) = client.search_runs([experiment.experiment_id])
+    assert (again.info.run_id, again.info.status) == (run.info.run_id, "FINISHED")
+
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:unclosed:ResourceWarning")  # wandb's own
 def test_wandb_offline(tmp_path):
@@ -114,6 +118,10 @@ def test_wandb_offline(tmp_path):
     steps = [(row["_step"], row["rollout/reward/mean"]) for row in history if "rollout/reward/mean" in row]
     assert steps == [("1", "0.1"), ("2", "0.2")]
     assert any('"lr":0.0006' in i.value_json for r in records for i in r.run.config.update if i.key == "train")
+
+    log_two_steps(tmp_path, backends=("wandb",))  # a resumed run goes on under the same id
+    ids = {folder.name.rpartition("-")[2] for folder in tmp_path.glob("wandb/offline-run-*")}
+    assert ids == {(tmp_path / "wandb.run-id").read_text()}
 
 
 def leveldb_records(data):

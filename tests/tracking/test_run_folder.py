@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nanorl.errors import CheckpointError, ConfigError
+from nanorl.errors import CheckpointError, ConfigError, EngineError
 from nanorl.tracking.run_folder import RUNS, create_run_folder, find_run, reopen_run_folder, write_atomically
 
 
@@ -24,6 +24,8 @@ def test_the_default_folder_is_named_for_time_and_model_and_latest_leads_to_it(t
         assert first.path != second.path
         assert first.path.parent == RUNS
         assert "-tiny" in first.path.name
+        assert not (RUNS / "latest").exists()  # no step is done yet
+        second.point_latest()
         assert (RUNS / "latest").readlink() == Path(second.path.name)
         assert find_run("latest").path.resolve() == second.path.resolve()
         assert find_run(first.path.name).path == first.path
@@ -31,9 +33,42 @@ def test_the_default_folder_is_named_for_time_and_model_and_latest_leads_to_it(t
 
 def test_a_folder_elsewhere_moves_no_link(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with create(tmp_path / "mine"):
-        pass
+    with create(tmp_path / "mine") as folder:
+        folder.point_latest()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine"]
+
+
+def end(folder, error):
+    with pytest.raises(type(error)), folder:
+        raise error
+
+
+@pytest.mark.parametrize("ending", [ConfigError("no such reward"), KeyboardInterrupt()])
+def test_a_start_that_fails_leaves_nothing(tmp_path, ending):
+    folder = create(tmp_path / "run")
+    folder.rollouts.mkdir()
+    folder.metrics.touch()
+    end(folder, ending)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_explains_a_failed_start_stays_and_blocks_nothing(tmp_path):
+    folder = create(tmp_path / "run")
+    folder.engine_log.write_text("out of memory")
+    end(folder, EngineError("the engine died"))
+    assert folder.engine_log.read_text() == "out of memory"
+
+    again = create(tmp_path / "run")  # no --overwrite: nothing was trained
+    assert not again.engine_log.exists()
+    end(again, RuntimeError("a bug"))
+    assert "a bug" in again.log.read_text()
+
+
+def test_a_run_that_has_started_stays_however_it_ends(tmp_path):
+    folder = create(tmp_path / "run")
+    folder.keep()
+    end(folder, KeyboardInterrupt())
+    assert "the run ended by KeyboardInterrupt" in folder.log.read_text()
 
 
 def test_versions_say_what_decides_the_numbers(tmp_path):

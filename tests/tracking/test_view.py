@@ -16,7 +16,7 @@ from rich.console import Console
 from nanorl.tracking.columns import GAP, STEP_COLUMNS, fitting
 from nanorl.tracking.live import RichView, one_line
 from nanorl.tracking.rollouts import Excerpt
-from nanorl.tracking.view import PlainView, make_view
+from nanorl.tracking.view import PlainView, make_view, table_text
 from nanorl.types import StepReport
 from tests.tracking.examples import make_report
 
@@ -155,6 +155,15 @@ def test_quiet_leaves_tables_and_warnings(capsys):
     assert capsys.readouterr().out.splitlines()[0] == "Summary"
     view.note("warning: once more")
     assert capsys.readouterr().out == "warning: once more\n"
+
+
+def test_names_are_not_cut_and_lists_of_numbers_are_words():
+    console = Console(file=io.StringIO(), width=40, force_terminal=True, record=True)
+    with RichView(console) as view:
+        view.table("Carriers", ("", "total ms", "bare copy ms", "share of limit"), [("shared_memory", "1", "2", "3")])
+    assert "shared_memory" in console.export_text()
+    assert table_text("Ids", ("a", "re-encoded"), [("x", "12 345 67 890")]).splitlines()[1] == "a  re-encoded"
+    assert table_text("Ids", ("a", "compared"), [("x", "0 / 5")]).splitlines()[2] == "x     0 / 5"
 
 
 def test_one_line_keeps_letters_of_every_script():

@@ -7,8 +7,10 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from nanorl.tracking.backends import run_id_file
 from nanorl.types import StepReport
 
 # MLflow 3 refuses plain files unless told that they are meant. They need no database and lie in the run folder.
@@ -23,19 +25,25 @@ PARAMS_A_REQUEST = 100
 
 
 class MlflowTracker:
-    """One MLflow run, named like the run folder, with the configuration as its parameters."""
+    """One MLflow run for a run folder, also over a resume, with the first configuration as its parameters."""
 
     name = "mlflow"
 
-    def __init__(self, uri: str, experiment: str, run_name: str, settings: Mapping[str, Any]) -> None:
-        """`uri` is a folder or a server's address."""
+    def __init__(self, uri: str, experiment: str, folder: Path, settings: Mapping[str, Any]) -> None:
+        """`uri` is a folder or a server's address; `folder`, the run's, gives the name and keeps the id."""
         self._client = MlflowClient(tracking_uri=uri)
+        id_file = run_id_file(folder, self.name)
+        if id_file.exists():
+            self._run_id = id_file.read_text(encoding="ascii")
+            self._client.update_run(self._run_id, status="RUNNING")
+            return
         found = self._client.get_experiment_by_name(experiment)
         experiment_id = found.experiment_id if found else self._client.create_experiment(experiment)
-        self._run_id = self._client.create_run(experiment_id, run_name=run_name).info.run_id
+        self._run_id = self._client.create_run(experiment_id, run_name=folder.name).info.run_id
         params = [Param(key, value) for key, value in _flat(settings)]
         for start in range(0, len(params), PARAMS_A_REQUEST):
             self._client.log_batch(self._run_id, params=params[start : start + PARAMS_A_REQUEST])
+        id_file.write_text(self._run_id, encoding="ascii")
 
     def log(self, report: StepReport) -> None:
         """One batch of metrics a step."""
