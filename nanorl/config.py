@@ -102,6 +102,26 @@ class AlgoConfig(Section, frozen=True):
     reduction: Literal["token", "sample", "constant"] = "token"
     constant_length: Positive | None = None
     """What `constant` divides each sample by, in tokens; None: max_new_tokens."""
+    correction: Literal["none", "tis", "mis", "icepop"] = "none"
+    """none: one clipped ratio against the policy that sampled. Others: the decoupled form, with that bounded weight."""
+    correction_level: Literal["token", "sequence", "geometric"] | None = None
+    """Of mis: what a weight is computed over; None: sequence."""
+    correction_mode: Literal["truncate", "mask"] | None = None
+    """Of mis: what happens to a weight out of bounds; None: mask."""
+    tis_cap: Annotated[float, Meta(ge=1)] | None = None
+    """The highest weight of any correction; None: 2."""
+    mask_low: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """The lowest weight that icepop and a masking mis keep; None: 0.5 for icepop, 0 for mis."""
+
+    def __post_init__(self) -> None:
+        """Refuses settings that would have no effect."""
+        if self.correction == "none" and self.tis_cap is not None:
+            raise ValueError("tis_cap bounds the weights of a correction: set algo.correction to tis, mis or icepop")
+        if self.correction != "mis" and (self.correction_level or self.correction_mode):
+            raise ValueError("correction_level and correction_mode belong to algo.correction = mis")
+        has_low = self.correction == "icepop" or (self.correction == "mis" and self.correction_mode != "truncate")
+        if self.mask_low is not None and not has_low:
+            raise ValueError("mask_low belongs to algo.correction = icepop, or mis with correction_mode = mask")
 
 
 class TrainConfig(Section, frozen=True):
