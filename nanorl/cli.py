@@ -44,6 +44,44 @@ Overwrite = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the final table.")]
 
 
+Steps = Annotated[int | None, typer.Option("--steps", "-n", help="Loop steps.")]
+PromptsPerStep = Annotated[int | None, typer.Option(help="Prompts a step.")]
+GroupSize = Annotated[int | None, typer.Option(help="Samples a prompt.")]
+LearningRate = Annotated[float | None, typer.Option(help="Learning rate.")]
+MaxNewTokens = Annotated[int | None, typer.Option(help="Budget of one response.")]
+Temperature = Annotated[float | None, typer.Option(help="Sampling temperature, above 0.")]
+Resume = Annotated[
+    str | None,
+    typer.Option("--resume", metavar="[STEP]", help="Go on in --run-dir from its newest, or that, checkpoint."),
+]
+CheckpointEvery = Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: none.")]
+EvalEvery = Annotated[int | None, typer.Option(help="Steps between evaluations; 0: none.")]
+
+KEYS = {
+    "steps": "run.steps",
+    "seed": "run.seed",
+    "run_dir": "run.dir",
+    "overwrite": "run.overwrite",
+    "resume": "run.resume",
+    "checkpoint_every": "run.checkpoint_every",
+    "eval_every": "run.eval_every",
+    "rollout_only": "run.rollout_only",
+    "prompts_per_step": "rollout.prompts_per_step",
+    "group_size": "rollout.group_size",
+    "max_new_tokens": "rollout.max_new_tokens",
+    "temperature": "rollout.temperature",
+    "lr": "train.lr",
+    "max_staleness": "overlap.max_staleness",
+    "stale": "overlap.stale",
+    "in_flight_update": "overlap.in_flight_update",
+    "model": "model.name",
+    "engine": "engine.type",
+    "engine_url": "engine.url",
+    "take_over": "engine.take_over",
+}
+"""Flag of the training commands -> config key."""
+
+
 @app.callback(invoke_without_command=True)
 def _root(version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
     if version:
@@ -53,25 +91,22 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Show the vers
 
 @app.command()
 def train(
-    steps: Annotated[int | None, typer.Option("--steps", "-n", help="Loop steps.")] = None,
+    steps: Steps = None,
     model: Model = None,
     engine: EngineKind = None,
     engine_url: EngineUrl = None,
     take_over: TakeOver = None,
-    prompts_per_step: Annotated[int | None, typer.Option(help="Prompts a step.")] = None,
-    group_size: Annotated[int | None, typer.Option(help="Samples a prompt.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Budget of one response.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Sampling temperature, above 0.")] = None,
+    prompts_per_step: PromptsPerStep = None,
+    group_size: GroupSize = None,
+    lr: LearningRate = None,
+    max_new_tokens: MaxNewTokens = None,
+    temperature: Temperature = None,
     seed: Seed = None,
     run_dir: RunDir = None,
     overwrite: Overwrite = None,
-    resume: Annotated[
-        str | None,
-        typer.Option("--resume", metavar="[STEP]", help="Go on in --run-dir from its newest, or that, checkpoint."),
-    ] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: none.")] = None,
-    eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations; 0: none.")] = None,
+    resume: Resume = None,
+    checkpoint_every: CheckpointEvery = None,
+    eval_every: EvalEvery = None,
     rollout_only: Annotated[
         bool | None, typer.Option("--rollout-only", help="Sample and grade, train nothing.")
     ] = None,
@@ -83,34 +118,54 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train with the synchronous on-policy loop; without arguments: the tiny model learns arithmetic."""
-    flags = {
-        "run.steps": steps,
-        "run.seed": seed,
-        "run.dir": None if resume else run_dir,
-        "run.overwrite": overwrite,
-        "run.resume": resume,
-        "run.checkpoint_every": checkpoint_every,
-        "run.eval_every": eval_every,
-        "run.rollout_only": rollout_only,
-        "rollout.prompts_per_step": prompts_per_step,
-        "rollout.group_size": group_size,
-        "rollout.max_new_tokens": max_new_tokens,
-        "rollout.temperature": temperature,
-        "train.lr": lr,
-        **_engine_flags(model, engine, engine_url, take_over),
-    }
-    base = None
-    if resume or replay:
-        from nanorl.loops.resume import replayed_config, saved_config
-
-        base = saved_config(run_dir) if resume else replayed_config(str(replay))
-    resolved = _load(config, set_, flags, base)
+    resolved = _load_training(locals())
     with _view(quiet=quiet) as view:
         view.progress("importing torch", 0, 0)
         if resolved.run.replay:
             from nanorl.loops.replay import replay as run
         else:
             from nanorl.loops.train import train as run
+
+        run(resolved, view)
+
+
+@app.command("train-async")
+def train_async(
+    max_staleness: Annotated[
+        int | None, typer.Option(help="Syncs between the weights that sample and those that train; 0: as train.")
+    ] = None,
+    stale: Annotated[
+        str | None, typer.Option(metavar="drop|recycle", help="What happens to a group that got too old.")
+    ] = None,
+    in_flight_update: Annotated[
+        str | None,
+        typer.Option(metavar="retract|in-place|drain", help="What happens to running requests during a sync."),
+    ] = None,
+    steps: Steps = None,
+    model: Model = None,
+    engine: EngineKind = None,
+    engine_url: EngineUrl = None,
+    take_over: TakeOver = None,
+    prompts_per_step: PromptsPerStep = None,
+    group_size: GroupSize = None,
+    lr: LearningRate = None,
+    max_new_tokens: MaxNewTokens = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
+    run_dir: RunDir = None,
+    overwrite: Overwrite = None,
+    resume: Resume = None,
+    checkpoint_every: CheckpointEvery = None,
+    eval_every: EvalEvery = None,
+    config: ConfigFile = None,
+    set_: Set = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train while the engine samples ahead, within a bound on staleness; takes what train takes."""
+    resolved = _load_training(locals())
+    with _view(quiet=quiet) as view:
+        view.progress("importing torch", 0, 0)
+        from nanorl.loops.train_async import train_async as run
 
         run(resolved, view)
 
@@ -251,6 +306,19 @@ def plot(
     from nanorl.loops.plot import plot as run_plot
 
     typer.echo(f"wrote {run_plot(runs or ['latest'], out)}")
+
+
+def _load_training(flags: dict[str, Any]) -> "Config":
+    """The configuration of a training command, from its arguments by name."""
+    values = {key: flags[name] for name, key in KEYS.items() if name in flags}
+    base = None
+    if flags["resume"] or flags.get("replay"):
+        from nanorl.loops.resume import replayed_config, saved_config
+
+        base = saved_config(flags["run_dir"]) if flags["resume"] else replayed_config(str(flags["replay"]))
+    if flags["resume"]:
+        values["run.dir"] = None  # the base has it
+    return _load(flags["config"], flags["set_"], values, base)
 
 
 def _load(config: Path | None, sets: list[str] | None, flags: dict[str, Any], base: "Config | None" = None) -> "Config":

@@ -65,6 +65,8 @@ class RewardConfig(Section, frozen=True):
     """A built-in reward or `module:function`."""
     timeout_s: Seconds = 10.0
     """A user's function that takes longer makes its sample FAILED."""
+    num_workers: Positive | None = None
+    """Processes that run a user's function at once; None: one a core, at most 4. More for one that waits."""
 
 
 class RolloutConfig(Section, frozen=True):
@@ -77,6 +79,8 @@ class RolloutConfig(Section, frozen=True):
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
     max_retries: NonNegative = 2
     """How often a FAILED or ABORTED sample is sampled again before it is masked."""
+    dynamic_sampling: NonNegative = 0
+    """Replace groups whose rewards are all the same, until this many times prompts_per_step were discarded; 0: off."""
 
     def __post_init__(self) -> None:
         """Refuses what GRPO can't train on."""
@@ -137,6 +141,19 @@ class TrainConfig(Section, frozen=True):
     """Optimizer steps a loop step; the step's samples are split evenly."""
     micro_batch_tokens: Positive = 16384
     """Padded tokens in one forward pass; changes memory, not gradients."""
+
+
+class OverlapConfig(Section, frozen=True):
+    """How far sampling runs ahead of training (`nanorl train-async`)."""
+
+    max_staleness: NonNegative = 2
+    """Syncs between the oldest weights that sampled a group and those that train on it; 0: as `nanorl train`."""
+    stale: Literal["drop", "recycle"] = "recycle"
+    """What happens to a group that got too old: forgotten, or its prompt is asked again."""
+    in_flight_update: Literal["retract", "in-place", "drain"] = "retract"
+    """Running requests during a sync: recomputed by the new weights, kept as they are, or waited for."""
+    stall_timeout_s: Seconds = 300.0
+    """So long without any finished group ends the run, with what it waited for."""
 
 
 class EngineConfig(Section, frozen=True):
@@ -210,6 +227,7 @@ class Config(Section, frozen=True):
     rollout: RolloutConfig = RolloutConfig()
     algo: AlgoConfig = AlgoConfig()
     train: TrainConfig = TrainConfig()
+    overlap: OverlapConfig = OverlapConfig()
     engine: EngineConfig = EngineConfig()
     sync: SyncConfig = SyncConfig()
     tracking: TrackingConfig = TrackingConfig()

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -236,7 +237,7 @@ def test_old_logprobs_are_those_before_the_first_update(folder: Path, tmp_path: 
     assert abs(metrics["train/ratio"] - 1.0) > 1e-3
 
 
-CORRECTIONS: list[dict[str, object]] = [
+CORRECTIONS: list[dict[str, Any]] = [
     {},
     {"correction": "tis"},
     {"correction": "tis", "tis_cap": 1.1},
