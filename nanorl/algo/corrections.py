@@ -81,4 +81,5 @@ def ess_share(sum_weights: float, sum_squares: float, count: float) -> float:
 
     Source: Kong (1992), A note on importance sampling using standardized weights.
     """
-    return sum_weights**2 / (count * sum_squares) if count and sum_squares else 0.0
+    # The sums are of fp32 weights: equal ones may come out a rounding above 1.
+    return min(1.0, sum_weights**2 / (count * sum_squares)) if count and sum_squares else 0.0
