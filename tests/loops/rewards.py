@@ -55,3 +55,10 @@ def breathing(prompt: Prompt, text: str, finish_reason: FinishReason) -> float:
     """A grader that takes longer than training does."""
     time.sleep(0.02)
     return float(len(text) % 2 == 0)
+
+
+def sometimes_hanging(prompt: Prompt, text: str, finish_reason: FinishReason) -> float:
+    """One text in sixteen is never graded."""
+    while sum(text.encode()) % 16 == 0:
+        time.sleep(0.01)
+    return float(len(text) % 2 == 0)
