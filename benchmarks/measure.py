@@ -30,7 +30,7 @@ class Measured:
 
 
 def train(arguments: Sequence[str], env: dict[str, str] | None = None, loop: str = "train") -> Measured:
-    """`nanorl train ARGUMENTS`, or another `loop`, in a folder of its own; raises CalledProcessError with its output where it fails."""
+    """`nanorl train ARGUMENTS`, or another `loop`, in a folder of its own; raises CalledProcessError where it fails."""
     with tempfile.TemporaryDirectory(prefix="nanorl-bench-") as folder:
         command = [str(Path(sys.executable).with_name("nanorl")), loop, "--run-dir", f"{folder}/run", *arguments]
         start = time.perf_counter()

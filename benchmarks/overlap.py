@@ -12,12 +12,12 @@ def main() -> None:
     """Prints a line a run, then medians."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--graders", type=int, default=16, help="samples graded at once")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--graders", type=int, default=48, help="samples graded at once")
     parser.add_argument("--max-staleness", type=int, default=2)
     arguments = parser.parse_args()
     env = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
-    common = ["--steps", str(arguments.steps), "--prompts-per-step", "16", "--eval-every", str(arguments.steps)]
+    common = ["--steps", str(arguments.steps), "--prompts-per-step", "32", "--eval-every", str(arguments.steps)]
     settings = ["reward.name=slow_reward:grade", f"reward.num_workers={arguments.graders}", "run.checkpoint_every=0"]
     common += [word for setting in settings for word in ("--set", setting)]
     overlapped = ["--max-staleness", str(arguments.max_staleness), "--set", "algo.correction=tis"]

@@ -3,9 +3,9 @@
 from nanorl.config import Config
 from nanorl.errors import ConfigError
 from nanorl.loops.build import build
+from nanorl.loops.cores import shared_cores
 from nanorl.loops.overlap import Overlap
-from nanorl.loops.source import Lockstep
-from nanorl.loops.train import TrainResult, turn
+from nanorl.loops.train import TrainResult, train, turn
 from nanorl.tracking.view import View
 
 MAX_RATIO = 10.0
@@ -22,11 +22,10 @@ def train_async(config: Config, view: View) -> TrainResult:
             stopped by then.
     """
     check_overlap(config)
-    with build(config, view) as run:
-        if config.overlap.max_staleness == 0:
-            return turn(run, Lockstep(run))
-        with Overlap(run) as source:
-            return turn(run, source)
+    if config.overlap.max_staleness == 0:
+        return train(config, view)
+    with shared_cores(config.model.device), build(config, view) as run, Overlap(run) as source:
+        return turn(run, source)
 
 
 def check_overlap(config: Config) -> None:
