@@ -1,6 +1,7 @@
 """The producer: keeps the engine sampling on the rollouts' event loop, while another thread takes finished groups."""
 
 import asyncio
+import contextlib
 import itertools
 import threading
 import time
@@ -144,10 +145,10 @@ class RolloutWorker:
 
     async def _submit(self) -> None:
         """Fills every free slot."""
-        with self._changed:
+        with self._dying_loudly(), self._changed:
             while self.capacity.room and not self._is_stopped and self._error is None:
-                self.capacity.submit()
                 (prompt,) = self.prompts.next(1)
+                self.capacity.submit()
                 ticket = Ticket(number=next(self._numbers), prompt=prompt, since=time.monotonic())
                 self._flying[ticket.number] = ticket
                 task = asyncio.get_running_loop().create_task(self._produce(ticket))
@@ -155,28 +156,37 @@ class RolloutWorker:
                 task.add_done_callback(self._tasks.discard)
 
     async def _produce(self, ticket: Ticket) -> None:
-        try:
+        with self._dying_loudly():
             group = await self.collect(ticket.prompt, ticket.number)
+            with self._changed:
+                self._land(ticket, group)
+            if self.max_filtered and self._num_filtered < self.max_filtered:
+                await self._submit()
+
+    def _land(self, ticket: Ticket, group: Group) -> None:
+        """A group is finished: it waits for a step, unless dynamic sampling has no use for it."""
+        del self._flying[ticket.number]
+        self.capacity.finish()
+        self._progress_at = time.monotonic()
+        if self.max_filtered and not has_spread(group):
+            self.capacity.discard()
+            self._num_filtered += 1
+            self._last_filtered = group
+        else:
+            self._ready.append((ticket, group))
+        self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def _dying_loudly(self) -> Iterator[None]:
+        """Whatever ends the producer is raised again where the groups are waited for."""
+        try:
+            yield
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # noqa: BLE001 the boundary: it is raised again in the trainer's thread
+        except BaseException as error:  # noqa: BLE001 the boundary between the two threads
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
-            return
-        with self._changed:
-            del self._flying[ticket.number]
-            self.capacity.finish()
-            self._progress_at = time.monotonic()
-            if self.max_filtered and not has_spread(group):
-                self.capacity.discard()
-                self._num_filtered += 1
-                self._last_filtered = group
-            else:
-                self._ready.append((ticket, group))
-            self._changed.notify_all()
-        if self.max_filtered and self._num_filtered < self.max_filtered:
-            await self._submit()
 
     async def _cancel(self) -> None:
         for task in self._tasks:

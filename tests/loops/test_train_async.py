@@ -1,13 +1,16 @@
 """The asynchronous loop, whole: real engine process, real sync under running requests, on a random tiny model."""
 
+import os
 import threading
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from nanorl.config import Config, load_config
 from nanorl.errors import ConfigError, RewardError
+from nanorl.loops.cores import shared_cores
 from nanorl.loops.resume import saved_config
 from nanorl.loops.train import TrainResult, train
 from nanorl.loops.train_async import train_async
@@ -40,7 +43,7 @@ def test_staleness_keeps_the_bound_in_every_step(
     tiny_model: Path, shared_engine: str, tmp_path: Path, mode: str
 ) -> None:
     """Contracts 7 and 8: every token has its version, none is older than max_staleness, the numbers logged are those of
-    the samples that trained; trainer and engine agree on the tokens of the trainer's own version.
+    the samples that trained (trl 5353, slime 2234); trainer and engine agree on the tokens of the trainer's own version.
     """
     sets = ["run.steps=8", "rollout.max_new_tokens=40", f"overlap.in_flight_update={mode}", "algo.correction=tis"]
     run_async(tiny_model, tmp_path / "run", shared_engine, *sets)
@@ -59,6 +62,8 @@ def test_staleness_keeps_the_bound_in_every_step(
         assert row["rollout/queue_depth"] + row["rollout/in_flight"] <= 12
         assert row.get("train/mismatch/max", 0.0) < 1e-4
         assert 0 < row["train/ess"] <= 1
+        rewards = [s.reward for group in groups for s in group.samples if s.reward is not None]
+        assert row["rollout/reward/mean"] == pytest.approx(sum(rewards) / 16)
         for sample in (s for group in groups for s in group.samples):
             assert sum(span.end - span.start for span in sample.weight_versions) == sample.num_sampled
             spanning += len(sample.weight_versions) > 1
@@ -178,3 +183,19 @@ def test_nothing_is_left_of_a_run(tiny_model: Path, shared_engine: str, tmp_path
     before = {thread.name for thread in threading.enumerate()}
     run_async(tiny_model, tmp_path / "b", shared_engine)
     assert {thread.name for thread in threading.enumerate()} == before
+
+
+def test_both_sides_get_half_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the block for this process and whatever it starts; a user's own setting stays."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    half = max(1, len(os.sched_getaffinity(0)) // 2)
+    with shared_cores("cpu"):
+        assert (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]) == (half, str(half))
+    assert torch.get_num_threads() == before
+    assert "OMP_NUM_THREADS" not in os.environ
+    with shared_cores("cuda"):
+        assert "OMP_NUM_THREADS" not in os.environ
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    with shared_cores("cpu"):
+        assert (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]) == (before, "7")
