@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
 from nanorl.config import OverlapConfig
@@ -135,7 +135,8 @@ class RolloutWorker:
         """Position of the data for a checkpoint: what is not trained on yet will be handed out again, in order."""
         with self._changed:
             tickets = [*self._training, *(ticket for ticket, _ in self._ready), *self._flying.values()]
-            return self.prompts.state_dict([t.prompt for t in sorted(tickets, key=lambda t: t.number)])
+            by_number = {ticket.number: ticket.prompt for ticket in tickets}
+            return self.prompts.state_dict([by_number[number] for number in sorted(by_number)])
 
     def stop(self) -> None:
         """Ends what is in flight."""
@@ -177,7 +178,7 @@ class RolloutWorker:
         self._changed.notify_all()
 
     @contextlib.contextmanager
-    def _dying_loudly(self) -> Iterator[None]:
+    def _dying_loudly(self) -> Generator[None, None, None]:
         """Whatever ends the producer is raised again where the groups are waited for."""
         try:
             yield
@@ -211,9 +212,10 @@ class RolloutWorker:
 
     def _hand_over(self, number: int, version: int, taken: Taken) -> None:
         self._ready.sort(key=lambda item: (oldest(item[1], version), item[0].number))
-        chosen, self._ready = self._ready[:number], self._ready[number:]
+        chosen = self._ready[:number]
+        self._training = [ticket for ticket, _ in chosen]  # first: Ctrl-C between two lines must lose none
+        self._ready = self._ready[number:]
         self.capacity.take(number)
-        self._training = [ticket for ticket, _ in chosen]
         taken.groups = [group for _, group in chosen]
         taken.staleness = [version - oldest(group, version) for group in taken.groups]
         taken.in_flight = len(self._flying)

@@ -81,7 +81,9 @@ def own_run(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[Run, During]]:
 def engine_pid(run: Run) -> int:
     """The process that holds the model: the last in the line guard, engine."""
     assert run.engine.process is not None
-    return [run.engine.process.pid, *descendants(run.engine.process.pid)][-1]
+    pid = run.engine.process.pid
+    assert pid is not None
+    return [pid, *descendants(pid)][-1]
 
 
 def test_a_killed_engine_is_named_within_seconds(own_run: tuple[Run, During]) -> None:

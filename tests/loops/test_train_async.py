@@ -42,8 +42,8 @@ def test_max_staleness_0_gives_the_numbers_of_the_synchronous_loop(
 def test_staleness_keeps_the_bound_in_every_step(
     tiny_model: Path, shared_engine: str, tmp_path: Path, mode: str
 ) -> None:
-    """Contracts 7 and 8: every token has its version, none is older than max_staleness, the numbers logged are those of
-    the samples that trained (trl 5353, slime 2234); trainer and engine agree on the tokens of the trainer's own version.
+    """Contracts 7 and 8: every token has its version, none is older than max_staleness, the numbers logged are those
+    of the samples that trained (trl 5353, slime 2234); both sides agree on the tokens of the trainer's own version.
     """
     sets = ["run.steps=8", "rollout.max_new_tokens=40", f"overlap.in_flight_update={mode}", "algo.correction=tis"]
     run_async(tiny_model, tmp_path / "run", shared_engine, *sets)
