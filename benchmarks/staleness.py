@@ -28,7 +28,7 @@ def main() -> None:
         points = [median(point(run, start) for run in of_name) for of_name in runs.values()]
         print(f"{start + 1:>3}-{start + SPAN:<5}" + "".join(f"{value:.3f}".rjust(18) for value in points))
     for name, of_name in runs.items():
-        heldout = sorted(run.steps[-1]["eval/correct/mean"] for run in of_name)
+        heldout = " ".join(f"{run.steps[-1]['eval/correct/mean']:.3f}" for run in of_name)
         staleness = fmean(run.median_of("rollout/staleness/mean") for run in of_name)
         drift = fmean(run.median_of("train/drift/mean") for run in of_name)
         print(f"{name}: held-out {heldout}, staleness {staleness:.1f}, drift {drift:.3f} nats")
