@@ -29,10 +29,10 @@ class Measured:
         return median(step[metric] for step in self.steps)
 
 
-def train(arguments: Sequence[str], env: dict[str, str] | None = None) -> Measured:
-    """`nanorl train ARGUMENTS` in a folder of its own; raises CalledProcessError with its output where it fails."""
+def train(arguments: Sequence[str], env: dict[str, str] | None = None, loop: str = "train") -> Measured:
+    """`nanorl train ARGUMENTS`, or another `loop`, in a folder of its own; raises CalledProcessError where it fails."""
     with tempfile.TemporaryDirectory(prefix="nanorl-bench-") as folder:
-        command = [str(Path(sys.executable).with_name("nanorl")), "train", "--run-dir", f"{folder}/run", *arguments]
+        command = [str(Path(sys.executable).with_name("nanorl")), loop, "--run-dir", f"{folder}/run", *arguments]
         start = time.perf_counter()
         process = subprocess.Popen(
             command, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -45,6 +45,11 @@ def train(arguments: Sequence[str], env: dict[str, str] | None = None) -> Measur
             raise subprocess.CalledProcessError(process.returncode, command, output)
         lines = Path(folder, "run", "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return Measured(wall_s, peak[0], [json.loads(line) for line in lines])
+
+
+def steps_s(run: Measured) -> float:
+    """Wall time of all steps, without start and evaluations."""
+    return sum(step["time/step_s"] for step in run.steps)
 
 
 def _watch(process: subprocess.Popen[str], peak: list[float]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from nanorl.config import SyncConfig
 from nanorl.engine.client import EngineClient
 from nanorl.engine.protocol import FLATTENED_BUCKET, WeightUpdateFromTensor
 from nanorl.engine.tensor_payload import FlattenedTensorMetadata, serialize_bucket
@@ -56,7 +57,7 @@ class Bench:
         self.kept = FlatBucket(self.tensors, dtype=None, device=device)
         first = next(name for name, tensor in self.tensors.items() if tensor.dim() == 1)
         self.single = FlatBucket({first: self.tensors[first]}, dtype=None, device=device)
-        self.sync = make_sync("auto", client, device, Path())
+        self.sync = make_sync(SyncConfig(), client, device, Path())
         self.version = client.model_info().version
         self.turn = 0
 

@@ -13,6 +13,29 @@ import typer
 
 import nanorl
 from nanorl.errors import NanoRLError
+from nanorl.options import (
+    KEYS,
+    CheckpointEvery,
+    ConfigFile,
+    EngineKind,
+    EngineUrl,
+    EvalEvery,
+    GroupSize,
+    LearningRate,
+    MaxNewTokens,
+    Model,
+    Overwrite,
+    PromptsPerStep,
+    Quiet,
+    Resume,
+    RunDir,
+    Seed,
+    Set,
+    Steps,
+    TakeOver,
+    Temperature,
+    fill_in_resume,
+)
 
 if TYPE_CHECKING:
     from nanorl.config import Config
@@ -28,23 +51,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Model = Annotated[str | None, typer.Option("--model", "-m", help="auto, tiny, a Hugging Face id or a folder.")]
-EngineKind = Annotated[str | None, typer.Option("--engine", help="auto, torch (embedded) or sglang.")]
-EngineUrl = Annotated[
-    str | None, typer.Option("--engine-url", help="Use a running server, e.g. http://127.0.0.1:30000.")
-]
-TakeOver = Annotated[bool | None, typer.Option("--take-over", help="Use a server although another run holds it.")]
-ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file with one table a section.")]
-Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any config key; may be repeated.")
-]
-Seed = Annotated[int | None, typer.Option("--seed", help="Decides prompts, sampling noise and minibatches.")]
-RunDir = Annotated[str | None, typer.Option("--run-dir", help="Run folder; default runs/<time>-<model>.")]
-Overwrite = Annotated[
-    bool | None, typer.Option("--overwrite", help="Delete what an earlier run left in the run folder.")
-]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the final table.")]
-
 
 @app.callback(invoke_without_command=True)
 def _root(version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
@@ -55,25 +61,22 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Show the vers
 
 @app.command()
 def train(
-    steps: Annotated[int | None, typer.Option("--steps", "-n", help="Loop steps.")] = None,
+    steps: Steps = None,
     model: Model = None,
     engine: EngineKind = None,
     engine_url: EngineUrl = None,
     take_over: TakeOver = None,
-    prompts_per_step: Annotated[int | None, typer.Option(help="Prompts a step.")] = None,
-    group_size: Annotated[int | None, typer.Option(help="Samples a prompt.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Budget of one response.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Sampling temperature, above 0.")] = None,
+    prompts_per_step: PromptsPerStep = None,
+    group_size: GroupSize = None,
+    lr: LearningRate = None,
+    max_new_tokens: MaxNewTokens = None,
+    temperature: Temperature = None,
     seed: Seed = None,
     run_dir: RunDir = None,
     overwrite: Overwrite = None,
-    resume: Annotated[
-        str | None,
-        typer.Option("--resume", metavar="[STEP]", help="Go on in --run-dir from its newest, or that, checkpoint."),
-    ] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: none.")] = None,
-    eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations; 0: none.")] = None,
+    resume: Resume = None,
+    checkpoint_every: CheckpointEvery = None,
+    eval_every: EvalEvery = None,
     rollout_only: Annotated[
         bool | None, typer.Option("--rollout-only", help="Sample and grade, train nothing.")
     ] = None,
@@ -85,34 +88,54 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train with the synchronous on-policy loop; without arguments: the tiny model learns arithmetic."""
-    flags = {
-        "run.steps": steps,
-        "run.seed": seed,
-        "run.dir": None if resume else run_dir,
-        "run.overwrite": overwrite,
-        "run.resume": resume,
-        "run.checkpoint_every": checkpoint_every,
-        "run.eval_every": eval_every,
-        "run.rollout_only": rollout_only,
-        "rollout.prompts_per_step": prompts_per_step,
-        "rollout.group_size": group_size,
-        "rollout.max_new_tokens": max_new_tokens,
-        "rollout.temperature": temperature,
-        "train.lr": lr,
-        **_engine_flags(model, engine, engine_url, take_over),
-    }
-    base = None
-    if resume or replay:
-        from nanorl.loops.saved import replayed_config, saved_config
-
-        base = saved_config(run_dir) if resume else replayed_config(str(replay))
-    resolved = _load(config, set_, flags, base)
+    resolved = _load_training(locals())
     with _view(quiet=quiet) as view:
         with _importing(view):
             if resolved.run.replay:
                 from nanorl.loops.replay import replay as run
             else:
                 from nanorl.loops.train import train as run
+
+        run(resolved, view)
+
+
+@app.command("train-async")
+def train_async(
+    max_staleness: Annotated[
+        int | None, typer.Option(help="Syncs between the weights that sample and those that train; 0: as train.")
+    ] = None,
+    stale: Annotated[
+        str | None, typer.Option(metavar="drop|recycle", help="What happens to a group that got too old.")
+    ] = None,
+    in_flight_update: Annotated[
+        str | None,
+        typer.Option(metavar="retract|in-place|drain", help="What happens to running requests during a sync."),
+    ] = None,
+    steps: Steps = None,
+    model: Model = None,
+    engine: EngineKind = None,
+    engine_url: EngineUrl = None,
+    take_over: TakeOver = None,
+    prompts_per_step: PromptsPerStep = None,
+    group_size: GroupSize = None,
+    lr: LearningRate = None,
+    max_new_tokens: MaxNewTokens = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
+    run_dir: RunDir = None,
+    overwrite: Overwrite = None,
+    resume: Resume = None,
+    checkpoint_every: CheckpointEvery = None,
+    eval_every: EvalEvery = None,
+    config: ConfigFile = None,
+    set_: Set = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train while the engine samples ahead, within a bound on staleness; takes what train takes."""
+    resolved = _load_training(locals())
+    with _view(quiet=quiet) as view:
+        with _importing(view):
+            from nanorl.loops.train_async import train_async as run
 
         run(resolved, view)
 
@@ -260,6 +283,19 @@ def plot(
     typer.echo(f"wrote {run_plot(runs or ['latest'], out)}")
 
 
+def _load_training(flags: dict[str, Any]) -> "Config":
+    """The configuration of a training command, from its arguments by name."""
+    values = {key: flags[name] for name, key in KEYS.items() if name in flags}
+    base = None
+    if flags["resume"] or flags.get("replay"):
+        from nanorl.loops.saved import replayed_config, saved_config
+
+        base = saved_config(flags["run_dir"]) if flags["resume"] else replayed_config(str(flags["replay"]))
+    if flags["resume"]:
+        values["run.dir"] = None  # the base has it
+    return _load(flags["config"], flags["set_"], values, base)
+
+
 def _load(config: Path | None, sets: list[str] | None, flags: dict[str, Any], base: "Config | None" = None) -> "Config":
     from nanorl.config import load_config
 
@@ -281,15 +317,6 @@ def _importing(view: "View") -> Iterator[None]:
     view.progress("importing torch", 0, 0)
     yield
     _handle_signals(_on_signal)
-
-
-def _fill_in_resume(argv: list[str]) -> list[str]:
-    """`--resume` without a step means the newest checkpoint; Typer knows no options with an optional value."""
-    filled = list(argv)
-    for i, word in enumerate(argv):
-        if word == "--resume" and not (i + 1 < len(argv) and (argv[i + 1].isdecimal() or argv[i + 1] == "latest")):
-            filled[i] = "--resume=latest"
-    return filled
 
 
 def _view(*, quiet: bool = False) -> "View":
@@ -347,7 +374,7 @@ def run_command() -> None:
 
 def _run_app() -> None:
     try:
-        app(_fill_in_resume(sys.argv[1:]), standalone_mode=True)
+        app(fill_in_resume(sys.argv[1:]), standalone_mode=True)
     except Exception:
         if _received:  # a library took the interrupt for a fault of its own
             sys.exit(128 + _received[0])

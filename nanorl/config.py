@@ -67,6 +67,8 @@ class RewardConfig(Section, frozen=True):
     """A built-in reward or `module:function`."""
     timeout_s: Seconds = 10.0
     """A user's function that takes longer makes its sample FAILED."""
+    num_workers: Positive | None = None
+    """Processes that run a user's function at once; None: one a core, at most 4. More for one that waits."""
 
     def __post_init__(self) -> None:
         """Refuses what is neither."""
@@ -88,6 +90,8 @@ class RolloutConfig(Section, frozen=True):
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
     max_retries: NonNegative = 2
     """How often a FAILED or ABORTED sample is sampled again before it is masked."""
+    dynamic_sampling: NonNegative = 0
+    """Replace groups whose rewards are all the same, until this many times prompts_per_step were discarded; 0: off."""
 
     def __post_init__(self) -> None:
         """Refuses what GRPO can't train on."""
@@ -115,6 +119,26 @@ class AlgoConfig(Section, frozen=True):
     reduction: Literal["token", "sample", "constant"] = "token"
     constant_length: Positive | None = None
     """What `constant` divides each sample by, in tokens; None: max_new_tokens."""
+    correction: Literal["none", "tis", "mis", "icepop"] = "none"
+    """none: one clipped ratio against the policy that sampled. Others: the decoupled form, with that bounded weight."""
+    correction_level: Literal["token", "sequence", "geometric"] | None = None
+    """Of mis: what a weight is computed over; None: sequence."""
+    correction_mode: Literal["truncate", "mask"] | None = None
+    """Of mis: what happens to a weight out of bounds; None: mask."""
+    tis_cap: Annotated[float, Meta(ge=1)] | None = None
+    """The highest weight of any correction; None: 2."""
+    mask_low: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """The lowest weight that icepop and a masking mis keep; None: 0.5 for icepop, 0 for mis."""
+
+    def __post_init__(self) -> None:
+        """Refuses settings that would have no effect."""
+        if self.correction == "none" and self.tis_cap is not None:
+            raise ValueError("tis_cap bounds the weights of a correction: set algo.correction to tis, mis or icepop")
+        if self.correction != "mis" and (self.correction_level or self.correction_mode):
+            raise ValueError("correction_level and correction_mode belong to algo.correction = mis")
+        has_low = self.correction == "icepop" or (self.correction == "mis" and self.correction_mode != "truncate")
+        if self.mask_low is not None and not has_low:
+            raise ValueError("mask_low belongs to algo.correction = icepop, or mis with correction_mode = mask")
 
 
 class TrainConfig(Section, frozen=True):
@@ -130,6 +154,19 @@ class TrainConfig(Section, frozen=True):
     """Optimizer steps a loop step; the step's samples are split evenly."""
     micro_batch_tokens: Positive = 16384
     """Padded tokens in one forward pass; changes memory, not gradients."""
+
+
+class OverlapConfig(Section, frozen=True):
+    """How far sampling runs ahead of training (`nanorl train-async`)."""
+
+    max_staleness: NonNegative = 2
+    """Syncs between the oldest weights that sampled a group and those that train on it; 0: as `nanorl train`."""
+    stale: Literal["drop", "recycle"] = "recycle"
+    """What happens to a group that got too old: forgotten, or its prompt is asked again."""
+    in_flight_update: Literal["retract", "in-place", "drain"] = "retract"
+    """Running requests during a sync: recomputed by the new weights, kept as they are, or waited for."""
+    stall_timeout_s: Seconds = 300.0
+    """So long without any finished group ends the run, with what it waited for."""
 
 
 class EngineConfig(Section, frozen=True):
@@ -224,6 +261,7 @@ class Config(Section, frozen=True):
     rollout: RolloutConfig = RolloutConfig()
     algo: AlgoConfig = AlgoConfig()
     train: TrainConfig = TrainConfig()
+    overlap: OverlapConfig = OverlapConfig()
     engine: EngineConfig = EngineConfig()
     sync: SyncConfig = SyncConfig()
     tracking: TrackingConfig = TrackingConfig()

@@ -78,6 +78,17 @@ class Completion:
             )
         _check_spans(self.weight_versions, 0, len(self.token_ids))
 
+    def followed_by(self, rest: "Completion") -> "Completion":
+        """This, interrupted, and what was sampled after it, as one: every token keeps its logprob and version."""
+        shift = len(self.token_ids)
+        return replace(
+            rest,
+            token_ids=self.token_ids + rest.token_ids,
+            logprobs=self.logprobs + rest.logprobs,
+            weight_versions=self.weight_versions
+            + tuple(VersionSpan(v, a + shift, b + shift) for v, a, b in rest.weight_versions),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:

@@ -1,6 +1,7 @@
 """An endless, seeded stream of prompts with a position that can be saved: what every data source hands to the loop."""
 
 import random
+from collections import deque
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import TypedDict
@@ -18,6 +19,8 @@ class StreamState(TypedDict):
     """Prompts of this epoch that were already handed out."""
     fingerprint: str
     """Hash of the prompts' ids: a position means nothing in other data."""
+    returned: list[str]
+    """Ids of prompts that were handed out and came back unused: they come first."""
 
 
 class PromptStream:
@@ -38,6 +41,7 @@ class PromptStream:
         self._prompts = tuple(prompts)
         self._heldout = tuple(heldout)
         self._seed = seed
+        self._returned: deque[Prompt] = deque()
         self._fingerprint = sha256("\n".join(prompt.id for prompt in prompts).encode()).hexdigest()[:16]
         self._begin_epoch(0, 0)
 
@@ -46,8 +50,8 @@ class PromptStream:
         return len(self._prompts)
 
     def next(self, n: int) -> list[Prompt]:
-        """The next n prompts; the position moves on by n."""
-        taken: list[Prompt] = []
+        """The next n prompts: those that came back, then the stream's."""
+        taken = [self._returned.popleft() for _ in range(min(n, len(self._returned)))]
         while len(taken) < n:
             if self._position == len(self._prompts):
                 self._begin_epoch(self._epoch + 1, 0)
@@ -56,13 +60,23 @@ class PromptStream:
             taken += [self._prompts[i] for i in indices]
         return taken
 
+    def put_back(self, prompts: Sequence[Prompt]) -> None:
+        """Prompts that nothing was made of: they come before the stream's own, in this order."""
+        self._returned.extend(prompts)
+
     def heldout(self, n: int) -> list[Prompt]:
         """The first n held-out prompts, fewer where there are fewer; the same ones every time."""
         return list(self._heldout[:n])
 
-    def state_dict(self) -> StreamState:
-        """The position, to be saved with a checkpoint."""
-        return {"seed": self._seed, "epoch": self._epoch, "position": self._position, "fingerprint": self._fingerprint}
+    def state_dict(self, unused: Sequence[Prompt] = ()) -> StreamState:
+        """The position, to be saved with a checkpoint; `unused` were handed out and will come first after a resume."""
+        return {
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "position": self._position,
+            "fingerprint": self._fingerprint,
+            "returned": [prompt.id for prompt in (*unused, *self._returned)],
+        }
 
     def load_state_dict(self, state: StreamState) -> None:
         """Goes on exactly where the state was taken, with the state's seed.
@@ -75,6 +89,8 @@ class PromptStream:
                 f"The saved data position belongs to other prompts (fingerprint {state['fingerprint']}, this data has "
                 f"{self._fingerprint}). Resume with the data that the run was started with."
             )
+        by_id = {prompt.id: prompt for prompt in self._prompts}
+        self._returned = deque(by_id[name] for name in state["returned"])
         self._seed = state["seed"]
         self._begin_epoch(state["epoch"], state["position"])
 

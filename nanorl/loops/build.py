@@ -6,17 +6,19 @@ Only this room knows all others. Whatever is started here is stopped here, in re
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from nanorl.config import Config
 from nanorl.data import PromptStream, build_data
+from nanorl.data.prompts import StreamState
 from nanorl.engine.client import EngineClient
 from nanorl.engine.generation import GenerationClient
 from nanorl.errors import EngineError, RewardError
 from nanorl.loops.engine import EngineHandle, acquire_engine, check_reach
+from nanorl.loops.interrupts import deferred
 from nanorl.loops.recorder import Recorder
 from nanorl.loops.resolve import resolve
 from nanorl.loops.resume import open_folder, restore
@@ -58,6 +60,15 @@ class Run:
     """The weights that the engine holds: how many syncs this run has made."""
     done_steps: int = 0
     """Loop steps that are done, in this process or before a resume."""
+    saved_steps: int = 0
+    """Those in the newest checkpoint."""
+    is_whole: bool = True
+    """Whether the trainer stands between two steps, so that it can be saved."""
+    data_state: Callable[[], StreamState] = field(init=False)
+    """Position of the data, for checkpoints; a producer that runs ahead has its own."""
+
+    def __post_init__(self) -> None:
+        self.data_state = self.prompts.state_dict
 
     def sample(
         self,
@@ -77,15 +88,19 @@ class Run:
         self.view.progress(what, 0, len(prompts) * size)
         work = rollout.collect(
             prompts,
-            self.config.run.seed * 1_000_000_007 + noise,
+            self.noise_seed(noise),
             size,
             lambda done, total: self.view.progress(what, done, total),
         )
         watch = self._watch_sampling(what, len(prompts) * size)
         with self.engine.blamed():
             groups = self.event_loop.run(work, self.config.engine.request_timeout_s, watch)
-        _check_any_valid(groups)
+        self.check_any_valid(groups)
         return groups
+
+    def noise_seed(self, noise: int) -> int:
+        """Apart for every run's seed and every number."""
+        return self.config.run.seed * 1_000_000_007 + noise
 
     def _watch_sampling(self, what: str, total: int) -> Callable[[], None]:
         """Looks after the engine while it samples, and shows how many of its requests are done."""
@@ -127,10 +142,41 @@ class Run:
             TrainState(
                 step=self.done_steps,
                 weight_version=self.version,
-                data=dict(self.prompts.state_dict()),
+                data=dict(self.data_state()),
             ),
             keep=self.config.run.keep_checkpoints,
         )
+        self.saved_steps = self.done_steps
+
+    @contextlib.contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """From the first gradient to the checkpoint: Ctrl-C waits a few seconds for the end of the block."""
+        with deferred():
+            self.is_whole = False
+            yield
+            self.is_whole = True
+
+    @contextlib.contextmanager
+    def kept_on_interrupt(self) -> Iterator[None]:
+        """A run that is interrupted between two steps leaves a checkpoint, unless it was to have none."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            if self.config.run.checkpoint_every and self.is_whole and self.done_steps > self.saved_steps:
+                self.save_checkpoint()
+            raise
+
+    def check_any_valid(self, groups: Sequence[Group]) -> None:
+        """Raises: RewardError, EngineError where not one sample is valid: more steps won't mend whatever it is."""
+        samples = [sample for group in groups for sample in group.samples]
+        if not samples or any(sample.is_valid for sample in samples):
+            return
+        first = samples[0].metadata
+        error = first.get("error", "no reason given")
+        reason = f"All {len(samples)} samples failed, also when sampled again. The first: {error}"
+        if "cause" in first:
+            raise RewardError(f"{reason} (in the reward: {first['cause']}).")
+        raise EngineError(f"{reason} (in the engine).")
 
     @property
     def prompts_per_step(self) -> int:
@@ -170,8 +216,7 @@ def build(config: Config, view: View) -> Iterator[Run]:
         sampler = GenerationClient(engine.url, timeout_s=config.engine.request_timeout_s)
         stack.callback(lambda: event_loop.run(sampler.aclose(), timeout_s=10.0))
         client = stack.enter_context(EngineClient(engine.url))
-        device = trainer.policy.device
-        sync = make_sync(config.sync.carrier, client, device, folder.path, bucket_mb=config.sync.bucket_mb)
+        sync = make_sync(config.sync, client, trainer.policy.device, folder.path)
         stack.callback(sync.close)
         run = Run(
             config=config,
@@ -198,7 +243,8 @@ def build(config: Config, view: View) -> Iterator[Run]:
         )
         if checkpoint:
             state = restore(checkpoint, trainer, prompts)
-            run.done_steps, run.version = state.step, state.weight_version - 1
+            run.done_steps = run.saved_steps = state.step
+            run.version = state.weight_version - 1
         # A server that another run has trained must give no false result: ours first, whoever started it.
         run.sync_weights()
         folder.keep()
@@ -213,19 +259,6 @@ def _header(config: Config, model: ResolvedModel, engine: EngineHandle, folder: 
         "dtype": str(config.model.dtype),
         "run": str(folder.path),
     }
-
-
-def _check_any_valid(groups: Sequence[Group]) -> None:
-    """Raises: RewardError, EngineError where not one sample is valid: whatever it is, more steps won't mend it."""
-    samples = [sample for group in groups for sample in group.samples]
-    if not samples or any(sample.is_valid for sample in samples):
-        return
-    first = samples[0].metadata
-    error = first.get("error", "no reason given")
-    reason = f"All {len(samples)} samples failed, also when sampled again. The first: {error}"
-    if "cause" in first:
-        raise RewardError(f"{reason} (in the reward: {first['cause']}).")
-    raise EngineError(f"{reason} (in the engine).")
 
 
 def _start_both(

@@ -9,7 +9,7 @@ from time import perf_counter
 
 import torch
 
-from nanorl.config import Config
+from nanorl.config import Config, SyncConfig
 from nanorl.engine.client import EngineClient
 from nanorl.loops.engine import acquire_engine, check_reach
 from nanorl.loops.resolve import resolve
@@ -94,7 +94,8 @@ class _Bench:
 
     def measure(self, carrier: Carrier, iters: int) -> CarrierResult:
         """`iters` syncs of weights that change each time; every one is verified outside the clock."""
-        sync = make_sync(carrier, self.client, self.device, self.folder, bucket_mb=self.bucket_mb)
+        section = SyncConfig(carrier=carrier, bucket_mb=self.bucket_mb)
+        sync = make_sync(section, self.client, self.device, self.folder)
         reports: list[SyncReport] = []
         memory: tuple[float, float | None] = (0.0, None)
         try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from nanorl.config import Config
 from nanorl.loops.build import Run, build
 from nanorl.loops.evaluate import Accuracy, evaluate
+from nanorl.loops.source import Lockstep, Marks, Source
 from nanorl.rollout.metrics import rollout_metrics
 from nanorl.tracking.view import View
 from nanorl.types import Group, Sample, StepReport
@@ -29,40 +30,42 @@ def train(config: Config, view: View) -> TrainResult:
         NanoRLError: bad input, an engine that died, a sync that did not arrive. Everything started is stopped by then.
     """
     with build(config, view) as run:
-        before = evaluate(run)
-        reports = tuple(_step(run, step) for step in range(run.done_steps + 1, run.config.run.steps + 1))
-        after = evaluate(run)
-        result = TrainResult(reports, before, after)
-        _summarize(result, view)
-        return result
+        return turn(run, Lockstep(run))
 
 
-def _step(run: Run, step: int) -> StepReport:
+def turn(run: Run, source: Source) -> TrainResult:
+    """The loop itself, whatever the source: evaluation, steps, evaluation. Ctrl-C leaves a checkpoint."""
+    before = evaluate(run)
+    with run.kept_on_interrupt():
+        reports = tuple(_step(run, source, step) for step in range(run.done_steps + 1, run.config.run.steps + 1))
+    result = TrainResult(reports, before, evaluate(run))
+    _summarize(result, run.view)
+    return result
+
+
+def _step(run: Run, source: Source, step: int) -> StepReport:
     """One turn of the loop: Prompt -> Group -> gradient -> weight version + 1."""
+
+    def on_progress(done: int, total: int) -> None:
+        run.view.progress("training", done, total)
+        source.watch()
+
     start = time.perf_counter()
-    groups = run.sample(run.prompts.next(run.prompts_per_step), step)
-    sampled = trained = time.perf_counter()
-    metrics = rollout_metrics(groups)
-
-    if not run.config.run.rollout_only:
-        metrics |= run.trainer.step(trainable(groups), lambda done, total: run.view.progress("training", done, total))
-        trained = time.perf_counter()
-        metrics |= run.sync_weights().metrics()
-    end = time.perf_counter()
-
-    metrics |= {
-        "rollout/tokens_per_s": metrics["rollout/num_tokens"] / (sampled - start),
-        "time/rollout_s": sampled - start,
-        "time/train_s": trained - sampled,
-        "time/sync_s": end - trained,
-        "time/step_s": end - start,
-    }
-    every = run.config.run.eval_every
-    accuracy = evaluate(run) if every and step % every == 0 else None
-    report = StepReport(
-        step=step, weight_version=run.version, metrics=metrics | (accuracy.metrics() if accuracy else {})
-    )
-    run.log(report, groups)
+    groups = source.take(step)
+    with run.whole_step():
+        sampled = trained = time.perf_counter()
+        metrics = rollout_metrics(groups)
+        if not run.config.run.rollout_only:
+            metrics |= run.trainer.step(trainable(groups), on_progress, run.version)
+            trained = time.perf_counter()
+            metrics |= source.sync().metrics()
+        marks = Marks(start, sampled, trained, time.perf_counter())
+        metrics |= source.metrics(marks) | marks.metrics()
+        every = run.config.run.eval_every
+        accuracy = evaluate(run) if every and step % every == 0 else None
+        metrics |= accuracy.metrics() if accuracy else {}
+        report = StepReport(step=step, weight_version=run.version, metrics=metrics)
+        run.log(report, groups)
     return report
 
 

@@ -4,8 +4,10 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
+from queue import SimpleQueue
 from typing import Protocol
 
 from nanorl.config import RewardConfig
@@ -42,7 +44,7 @@ def build_grader(section: RewardConfig) -> Grader:
     """
     if section.name in BUILT_IN:
         return InProcessGrader(BUILT_IN[section.name])
-    return WorkerGrader(section.name, section.timeout_s)
+    return WorkerGrader(section.name, section.timeout_s, section.num_workers)
 
 
 class InProcessGrader:
@@ -71,29 +73,37 @@ class WorkerGrader:
         self._timeout_s = timeout_s
         self._workers = [_Worker(function_path)]  # alone first: a mistake is reported once
         self._workers += [_Worker(function_path) for _ in range(count - 1)]
+        self._free: SimpleQueue[_Worker] = SimpleQueue()
+        for worker in self._workers:
+            self._free.put(worker)
+        # A thread for each worker: whatever runs in the pool finds a free one, however many batches there are.
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="grader")
 
     async def grade_all(self, items: Sequence[GradeItem]) -> list[RewardResult | RewardFailure]:
-        """One result an item, in order. One batch at a time.
+        """One result an item, in order. Several batches may be graded at once; they share the workers.
 
         Raises:
             RewardError: a worker that had to be replaced can't be started again, or the grader was closed meanwhile.
         """
-        results: dict[int, RewardResult | RewardFailure] = {}
-        todo = iter(enumerate(items))  # shared: each worker takes the next item as soon as it is free
+        if self._workers[0].is_closed:
+            raise RewardError("The grader was closed")
+        loop = asyncio.get_running_loop()
+        return list(await asyncio.gather(*(loop.run_in_executor(self._pool, self._grade, item) for item in items)))
 
-        def drain(worker: "_Worker", todo: Iterator[tuple[int, GradeItem]]) -> None:
-            for i, item in todo:
-                if worker.is_closed:  # the run ended: this thread must not keep the process alive
-                    raise RewardError("The grader was closed in the middle of a batch")
-                results[i] = worker.grade(item, self._timeout_s)
-
-        await asyncio.gather(*(asyncio.to_thread(drain, worker, todo) for worker in self._workers[: len(items)]))
-        return [results[i] for i in range(len(items))]
+    def _grade(self, item: GradeItem) -> RewardResult | RewardFailure:
+        worker = self._free.get()
+        try:
+            if worker.is_closed:  # the run ended: this thread must not keep the process alive
+                raise RewardError("The grader was closed in the middle of a batch")
+            return worker.grade(item, self._timeout_s)
+        finally:
+            self._free.put(worker)
 
     def close(self) -> None:
         """Kills the processes, also in the middle of a batch."""
         for worker in self._workers:
             worker.close()
+        self._pool.shutdown(cancel_futures=True)
 
 
 class _Worker:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
+from nanorl.rollout.filters import has_spread
 from nanorl.types import Group, Sample, Status
 
 
@@ -20,7 +21,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/reward/std": _mean([(r - _mean(rewards)) ** 2 for r in rewards]) ** 0.5,
         "rollout/response_tokens/mean": _mean([sample.num_sampled for sample in valid]),
         "rollout/truncated_share": _mean([sample.status is Status.TRUNCATED for sample in valid]),
-        "rollout/zero_spread_groups": _mean([_has_no_spread(group) for group in groups]),
+        "rollout/zero_spread_groups": _mean([not has_spread(group) for group in groups]),
         "rollout/num_samples": len(samples),
         "rollout/num_tokens": sum(sample.num_sampled for sample in samples),
         "rollout/num_failed": sum(sample.status is Status.FAILED for sample in samples),
@@ -36,11 +37,6 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def _causes(samples: Sequence[Sample]) -> Counter[str]:
     return Counter(str(s.metadata.get("cause", "engine")) for s in samples if s.status is Status.FAILED)
-
-
-def _has_no_spread(group: Group) -> bool:
-    rewards = [sample.reward for sample in group.valid]
-    return len(set(rewards)) < 2
 
 
 def _mean(values: Sequence[float]) -> float:

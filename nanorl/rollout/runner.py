@@ -32,6 +32,10 @@ class EventLoopThread:
         self._thread.join(timeout=10)
         self._loop.close()
 
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Begins `work` and doesn't wait; it deals with its own exceptions."""
+        asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float, watch: Callable[[], None] = lambda: None) -> T:
         """Runs `work` to its end and returns its result; its exception is raised here.
 

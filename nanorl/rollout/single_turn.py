@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Protocol
 
 import msgspec
@@ -75,6 +76,7 @@ class SingleTurn:
         All first tries go as one request: the engine sees the same batch in every run with the same seed, and so
         answers the same bits. FAILED and ABORTED samples are sampled again, `max_retries` times at most, and masked
         after that.
+        A sample that was interrupted goes on from its own tokens, within what is left of its budget.
 
         Raises:
             DataError: a prompt leaves no room for a response.
@@ -85,16 +87,24 @@ class SingleTurn:
         sampling = [self._sampling(prompt, ids) for prompt, ids in zip(prompts, prompt_ids, strict=True)]
         wanted = [(row, index) for row in range(len(prompts)) for index in range(group_size)]
         done: dict[tuple[int, int], Sample] = {}
+        begun: dict[tuple[int, int], Completion] = {}
         for attempt in range(self.rollout.max_retries + 1):
             size = group_size if attempt == 0 else 1
             rows = [row for row, index in wanted if index % size == 0]
+            heads = [begun[key].token_ids if key in begun else () for key in wanted[::size]]
             answers = await self.sampler.generate_batch(
-                [prompt_ids[row] for row in rows],
-                [_with_seed(sampling[row], size, rng.getrandbits(48)) for row in rows],
+                [[*prompt_ids[row], *head] for row, head in zip(rows, heads, strict=True)],
+                [
+                    _for_request(sampling[row], size, rng.getrandbits(48), len(head))
+                    for row, head in zip(rows, heads, strict=True)
+                ],
             )
+            completions = dict(zip(wanted, (c for group in answers for c in group), strict=True))
+            completions |= {key: begun[key].followed_by(completions[key]) for key in wanted if key in begun}
+            begun = {key: whole for key, whole in completions.items() if _can_go_on(whole)}
             samples = [
-                Sample.from_completion(prompts[row].id, index, prompt_ids[row], completion)
-                for (row, index), completion in zip(wanted, (c for group in answers for c in group), strict=True)
+                Sample.from_completion(prompts[row].id, index, prompt_ids[row], completions[row, index])
+                for row, index in wanted
             ]
             done |= dict(zip(wanted, await self._grade([prompts[row] for row, _ in wanted], samples), strict=True))
             wanted = [key for key in wanted if not done[key].is_valid]
@@ -150,6 +160,13 @@ def with_advantages(group: Group, algo: AlgoConfig) -> Group:
     return Group(prompt=group.prompt, samples=samples)
 
 
-def _with_seed(sampling: SamplingParams, n: int, seed: int) -> SamplingParams:
-    """A copy for n samples with their own noise; the engine seeds sample i with seed + i."""
-    return msgspec.structs.replace(sampling, n=n, sampling_seed=seed)
+def _for_request(sampling: SamplingParams, n: int, seed: int, num_begun: int) -> SamplingParams:
+    """For n samples with their own noise (the engine seeds sample i with seed + i), and the rest of the budget."""
+    left = sampling.max_new_tokens - num_begun
+    return msgspec.structs.replace(sampling, n=n, sampling_seed=seed, max_new_tokens=left)
+
+
+def _can_go_on(completion: Completion) -> bool:
+    """Whether it was interrupted with sound tokens; an engine that computes nonsense also ends with `abort`."""
+    is_cut = completion.finish_reason == "abort" and bool(completion.token_ids)
+    return is_cut and all(map(isfinite, completion.logprobs))

@@ -41,13 +41,30 @@ STEP_COLUMNS = (
     Column("step s", "time/step_s", ".2f", 6, 2),
 )
 
+OVERLAP_COLUMNS = (
+    Column("queue", "rollout/queue_depth", ".0f", 5, 13),
+    Column("flight", "rollout/in_flight", ".0f", 6, 12),
+    Column("stale", "rollout/staleness/mean", ".2f", 5, 1),
+    Column("max", "rollout/staleness/max", ".0f", 3, 4),
+    Column("again", "rollout/stale_recycled", ".0f", 5, 14),
+    Column("drop", "rollout/stale_dropped", ".0f", 4, 14),
+    Column("wait", "time/trainer_wait_share", ".0%", 5, 3),
+    Column("idle", "time/engine_idle_share", ".0%", 5, 3),
+)
+"""What train-async shows besides."""
+
 GAP = 2
 """Spaces between columns."""
 
 
-def fitting(width: int, first: int) -> tuple[Column, ...]:
+def columns_of(metrics: Mapping[str, float]) -> tuple[Column, ...]:
+    """The columns of a loop that logs these metrics."""
+    return STEP_COLUMNS + OVERLAP_COLUMNS if OVERLAP_COLUMNS[0].metric in metrics else STEP_COLUMNS
+
+
+def fitting(width: int, first: int, columns: tuple[Column, ...] = STEP_COLUMNS) -> tuple[Column, ...]:
     """The columns that fit into `width` characters beside a step column of `first`; the least important go first."""
-    chosen = sorted(STEP_COLUMNS, key=lambda column: column.rank)
+    chosen = sorted(columns, key=lambda column: column.rank)
     while chosen and first + sum(column.width + GAP for column in chosen) > width:
         chosen.pop()
-    return tuple(column for column in STEP_COLUMNS if column in chosen)
+    return tuple(column for column in columns if column in chosen)

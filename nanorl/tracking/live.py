@@ -17,12 +17,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from nanorl.tracking.columns import GAP, fitting
+from nanorl.tracking.columns import GAP, columns_of, fitting
 from nanorl.tracking.rollouts import Excerpt
-from nanorl.tracking.view import LOG, header_line, holds_numbers, step_line, table_text
+from nanorl.tracking.view import LOG, Lanes, header_line, holds_numbers, step_line, table_text
 from nanorl.types import StepReport
 
 SPARKS = "▁▂▃▄▅▆▇█"
+
+LANE_CELLS = {"": ("·", "dim"), "sample": ("█", "green"), "train": ("█", "cyan"), "sync": ("▒", "yellow")}
+"""What a lane shows -> character and style."""
 
 
 class RichView:
@@ -33,6 +36,7 @@ class RichView:
         self.console = console or Console(highlight=False)
         self._rewards: list[float] = []
         self._example: Excerpt | None = None
+        self._lanes: Lanes = {}
         self._progress: tuple[str, int, int] | None = None
         self._status: Mapping[str, str] = {}
         self._since = time.monotonic()
@@ -85,13 +89,17 @@ class RichView:
         """Two lines above the bar."""
         self._example = example
 
+    def lanes(self, lanes: Lanes) -> None:
+        """One line a lane above the bar, on one scale of time."""
+        self._lanes = lanes
+
     def step(self, report: StepReport, steps: int) -> None:
         """A new row, under titles that come again once a screenful."""
         LOG.info("%s", step_line(report, steps))
         self._progress = None
         self._rewards.append(report.metrics.get("rollout/reward/mean", 0.0))
         first = max(len(f"{steps}/{steps}"), len("step"))
-        columns = fitting(self.console.width, first)
+        columns = fitting(self.console.width, first, columns_of(report.metrics))
         titles = ("step".rjust(first), *(column.title.rjust(column.width) for column in columns))
         if titles != self._titles or self._rows_below_titles >= self.console.height - 8:
             self._titles, self._rows_below_titles = titles, 0
@@ -111,7 +119,11 @@ class RichView:
         for row in rows:
             table.add_row(*map(Text, row))
         self._stop()
-        self._rewards, self._example = [], None  # they stay above the table; what comes next starts afresh
+        self._rewards, self._example, self._lanes = (
+            [],
+            None,
+            {},
+        )  # they stay above the table; what comes next starts afresh
         self.console.print(Text(title, style="bold"))
         self.console.print(table)
 
@@ -122,6 +134,7 @@ class RichView:
             parts.append(self._sparkline())
         if self._example:
             parts += self._example_lines(self._example)
+        parts += lane_lines(self._lanes, max(8, self.console.width - 26))
         if self._progress:
             parts.append(self._bar(*self._progress))
         if self._status:
@@ -173,6 +186,31 @@ class RichView:
 def _facts(facts: Mapping[str, str]) -> Text:
     parts = [Text.assemble((f"{name} ", "dim"), (printable(value), "bold")) for name, value in facts.items()]
     return Text("  ").join(parts)
+
+
+def lane_lines(lanes: Lanes, width: int) -> list[Text]:
+    """`engine   ████··████  4.2 s` and so on: what filled most of each character's time, a dot where nothing did."""
+    spans = [span for lane in lanes.values() for _, span in lane]
+    if not spans:
+        return []
+    start, end = min(a for a, _ in spans), max(b for _, b in spans)
+    step = max((end - start) / width, 1e-9)
+    lines: list[Text] = []
+    for name, lane in lanes.items():
+        cells = [_busiest(lane, start + i * step, start + (i + 1) * step) for i in range(width)]
+        line = Text(no_wrap=True, overflow="crop").append(name.ljust(9), "dim")
+        for what in cells:
+            line.append(*LANE_CELLS[what])
+        lines.append(line.append(f"  {end - start:.1f} s", "dim"))
+    return lines
+
+
+def _busiest(lane: Sequence[tuple[str, tuple[float, float]]], start: float, end: float) -> str:
+    """What took the most of [start, end); nothing where it took less than half."""
+    shares = {"": (end - start) / 2}
+    for what, (a, b) in lane:
+        shares[what] = shares.get(what, 0.0) + max(0.0, min(b, end) - max(a, start))
+    return max(shares, key=lambda what: shares[what])
 
 
 def printable(text: str) -> str:

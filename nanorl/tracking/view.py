@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
-from nanorl.tracking.columns import STEP_COLUMNS
+from nanorl.tracking.columns import columns_of
 from nanorl.tracking.rollouts import Excerpt
 from nanorl.types import StepReport
 
@@ -17,6 +17,10 @@ LOG = logging.getLogger("nanorl")
 
 SILENCE_S = 10.0
 """After so long without a line a plain view shows progress."""
+
+
+Lanes = Mapping[str, Sequence[tuple[str, tuple[float, float]]]]
+"""Lane -> (what was done, (from, to)) in seconds, in order of time."""
 
 
 class View(Protocol):
@@ -45,6 +49,10 @@ class View(Protocol):
 
     def sample(self, example: Excerpt | None) -> None:
         """What the policy wrote last."""
+        ...
+
+    def lanes(self, lanes: Lanes) -> None:
+        """Who was at work when, over the last steps."""
         ...
 
     def step(self, report: StepReport, steps: int) -> None:
@@ -92,6 +100,9 @@ class PlainView:
     def sample(self, example: Excerpt | None) -> None:
         """Nothing: one line a step; the run folder has every sample."""
 
+    def lanes(self, lanes: Lanes) -> None:
+        """Nothing: the shares of idle time are metrics."""
+
     def step(self, report: StepReport, steps: int) -> None:
         """`step 3/6  reward 0.812  ...`."""
         self._line(step_line(report, steps))
@@ -127,7 +138,7 @@ def header_line(facts: Mapping[str, str]) -> str:
 
 def step_line(report: StepReport, steps: int) -> str:
     """A step on one line, every column of it."""
-    values = "  ".join(f"{column.title} {column.text(report.metrics)}" for column in STEP_COLUMNS)
+    values = "  ".join(f"{column.title} {column.text(report.metrics)}" for column in columns_of(report.metrics))
     return f"step {report.step}/{steps}  {values}"
 
 

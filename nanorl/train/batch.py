@@ -35,16 +35,23 @@ class Batch:
     """[B, T] fp32 nats, the engine's, 0.0 where masked."""
     advantages: Tensor
     """[B, T] fp32, the sample's advantage at every sampled token, 0.0 elsewhere."""
+    weight_versions: Tensor
+    """[B, T] int64, the weights that sampled the target, 0 where masked or not known."""
+    old_logprobs: Tensor | None = None
+    """[B, T] nats by the trainer's weights at the beginning of the step, 0.0 where masked; None: not computed."""
 
     def __post_init__(self) -> None:
         """Raises: BatchError where shapes differ."""
-        shapes = {name: tuple(getattr(self, name).shape) for name in self.__slots__}
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors()}
         if len(set(shapes.values())) != 1 or self.input_ids.ndim != 2:
             raise BatchError(f"All tensors of a batch must have one shape [B, T], got {shapes}")
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on another device."""
-        return Batch(**{name: getattr(self, name).to(device, non_blocking=True) for name in self.__slots__})
+        return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in self._tensors()})
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        return [(name, getattr(self, name)) for name in self.__slots__ if getattr(self, name) is not None]
 
     @property
     def num_tokens(self) -> int:
@@ -67,6 +74,7 @@ def make_batch(samples: Sequence[Sample]) -> Batch:
         loss_mask=_pad([s.loss_mask[1:] for s in samples], width, torch.bool),
         rollout_logprobs=_pad([s.rollout_logprobs[1:] for s in samples], width, torch.float32),
         advantages=_pad([[s.advantage if m else 0.0 for m in s.loss_mask[1:]] for s in samples], width, torch.float32),
+        weight_versions=_pad([_versions(s)[1:] for s in samples], width, torch.int64),
     )
 
 
@@ -85,6 +93,14 @@ def micro_batches(samples: Sequence[Sample], max_tokens: int) -> Iterator[Batch]
         rows.append(sample)
     if rows:
         yield make_batch(rows)
+
+
+def _versions(sample: Sample) -> list[int]:
+    """[L] the version of each position."""
+    versions = [0] * len(sample.token_ids)
+    for version, start, end in sample.weight_versions:
+        versions[start:end] = [version] * (end - start)
+    return versions
 
 
 def _pad(rows: Sequence[Sequence[float]], width: int, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from nanorl.config import SyncConfig
 from nanorl.engine.client import EngineClient
 from nanorl.errors import WeightSyncError
 from nanorl.weight_sync.base import WeightSync
@@ -54,23 +55,14 @@ def choose_carrier(wanted: Carrier | Literal["auto"], allowed: Sequence[Carrier]
     return wanted
 
 
-def make_sync(
-    carrier: Carrier | Literal["auto"],
-    client: EngineClient,
-    device: torch.device,
-    folder: Path,
-    *,
-    bucket_mb: int | None = None,
-) -> WeightSync:
-    """The sync of that name; `auto` takes the fastest that works.
-
-    `folder` is for the disk carrier's files; `bucket_mb` splits a big model where there is a bucket.
+def make_sync(section: SyncConfig, client: EngineClient, device: torch.device, folder: Path) -> WeightSync:
+    """The configured sync; `auto` takes the fastest that works. `folder` is for the disk carrier's files.
 
     Raises:
         WeightSyncError: the carrier doesn't reach this engine.
     """
-    chosen = choose_carrier(carrier, allowed_carriers(client, device), client.url)
-    max_bytes = bucket_mb * 1_000_000 if bucket_mb else None
+    chosen = choose_carrier(section.carrier, allowed_carriers(client, device), client.url)
+    max_bytes = section.bucket_mb * 1_000_000 if section.bucket_mb else None
     if chosen == "cuda_ipc":
         return CudaIpcSync(client, device=device, max_bucket_bytes=max_bytes)
     if chosen == "shared_memory":

@@ -37,3 +37,28 @@ def slow(prompt: Prompt, text: str, finish_reason: FinishReason) -> float:
             file.write("x")
     time.sleep(0.5)
     return 1.0
+
+
+def straggling(prompt: Prompt, text: str, finish_reason: FinishReason) -> float:
+    """One problem in eight takes most of a second: its group is overtaken."""
+    if sum(prompt.id.encode()) % 8 == 0:
+        time.sleep(0.7)
+    return float(len(text) % 2 == 0)
+
+
+def constant(prompt: Prompt, text: str, finish_reason: FinishReason) -> float:
+    """No group has any spread."""
+    return 0.25
+
+
+def breathing(prompt: Prompt, text: str, finish_reason: FinishReason) -> float:
+    """A grader that takes longer than training does."""
+    time.sleep(0.02)
+    return float(len(text) % 2 == 0)
+
+
+def sometimes_hanging(prompt: Prompt, text: str, finish_reason: FinishReason) -> float:
+    """One text in sixteen is never graded."""
+    while sum(text.encode()) % 16 == 0:
+        time.sleep(0.01)
+    return float(len(text) % 2 == 0)

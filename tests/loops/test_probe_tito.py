@@ -135,13 +135,7 @@ def test_a_batch_that_shifts_wrongly_is_found(monkeypatch: pytest.MonkeyPatch):
 
     def shifted(samples: list[Sample]) -> Batch:
         batch = make_batch(samples)
-        return Batch(
-            input_ids=batch.input_ids,
-            target_ids=batch.target_ids,
-            loss_mask=torch.roll(batch.loss_mask, 1, dims=1),
-            rollout_logprobs=batch.rollout_logprobs,
-            advantages=batch.advantages,
-        )
+        return replace(batch, loss_mask=torch.roll(batch.loss_mask, 1, dims=1))
 
     monkeypatch.setattr(probe_checks, "make_batch", shifted)
     check = check_slices(turns)

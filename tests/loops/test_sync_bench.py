@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanorl.config import load_config
+from nanorl.config import SyncConfig, load_config
 from nanorl.engine.client import EngineClient
 from nanorl.errors import WeightSyncError
 from nanorl.loops import sync_bench as bench
@@ -80,10 +80,8 @@ def test_a_sync_that_does_nothing_is_noticed(
     """Verl 6688, sglang 14178: the figures of a sync that did not arrive are worth nothing."""
     made: list[IdleAfterTheFirst] = []
 
-    def make_idle(
-        carrier: Carrier, client: EngineClient, device: torch.device, folder: Path, **_: object
-    ) -> IdleAfterTheFirst:
-        made.append(IdleAfterTheFirst(make_sync(carrier, client, device, folder)))
+    def make_idle(section: SyncConfig, client: EngineClient, device: torch.device, folder: Path) -> IdleAfterTheFirst:
+        made.append(IdleAfterTheFirst(make_sync(section, client, device, folder)))
         return made[-1]
 
     monkeypatch.setattr(bench, "make_sync", make_idle)

@@ -205,3 +205,18 @@ def test_close_in_the_middle_of_a_batch_ends_it():
     assert all(worker._process.wait(5) is not None for worker in grader._workers)
     with pytest.raises(RewardError, match="closed"):
         asyncio.run(grader.grade_all([item("fine")]))
+
+
+def test_batches_share_the_workers() -> None:
+    """Groups finish out of order and are graded at once: each batch gets its own answers, and both run in parallel."""
+    grader = WorkerGrader("tests.rewards.user_rewards:echo_slowly", timeout_s=10.0, num_workers=4)
+
+    async def both() -> list[list[float]]:
+        batches = [[item(str(10 * row + i)) for i in range(4)] for row in range(4)]
+        answers = await asyncio.gather(*(grader.grade_all(batch) for batch in batches))
+        return [[r.value for r in answer if isinstance(r, RewardResult)] for answer in answers]
+
+    start = time.monotonic()
+    assert asyncio.run(both()) == [[10 * row + i for i in range(4)] for row in range(4)]
+    assert time.monotonic() - start < 16 * 0.05  # one after another they take that long
+    grader.close()

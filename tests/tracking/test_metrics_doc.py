@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from nanorl.tracking.columns import STEP_COLUMNS
+from nanorl.tracking.columns import OVERLAP_COLUMNS, STEP_COLUMNS
 from nanorl.weight_sync.base import SyncReport
 
 ROOT = Path(__file__).parents[2]
@@ -27,10 +27,15 @@ def test_every_metric_is_explained():
     assert len(names) > 30
     fixed = {name for name in names if "{" not in name}
     assert {name for name in fixed if f"`{name}`" not in DOCUMENT} == set()
-    assert {name.split("{")[0] for name in names - fixed} == {"rollout/", "rollout/failed/"}
+    assert {name.split("{")[0] for name in names - fixed} == {
+        "rollout/",
+        "rollout/failed/",
+        "rollout/staleness/groups_",
+    }
     assert "`rollout/<part>/mean`" in DOCUMENT
     assert "`rollout/failed/<cause>`" in DOCUMENT
+    assert "`rollout/staleness/groups_<k>`" in DOCUMENT
 
 
 def test_every_column_is_a_metric():
-    assert {column.metric for column in STEP_COLUMNS} <= set(logged_names())
+    assert {column.metric for column in STEP_COLUMNS + OVERLAP_COLUMNS} <= set(logged_names())

@@ -13,10 +13,10 @@ import time
 import pytest
 from rich.console import Console
 
-from nanorl.tracking.columns import GAP, STEP_COLUMNS, fitting
-from nanorl.tracking.live import RichView, one_line
+from nanorl.tracking.columns import GAP, OVERLAP_COLUMNS, STEP_COLUMNS, columns_of, fitting
+from nanorl.tracking.live import RichView, lane_lines, one_line
 from nanorl.tracking.rollouts import Excerpt
-from nanorl.tracking.view import PlainView, make_view, table_text
+from nanorl.tracking.view import PlainView, make_view, step_line, table_text
 from nanorl.types import StepReport
 from tests.tracking.examples import make_report
 
@@ -220,3 +220,43 @@ def test_after_ctrl_c_or_a_crash_the_cursor_is_back_and_rows_stay(end):
     assert "1/9   0.100" in text
     assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", text)  # NO_COLOR
     assert ("KeyboardInterrupt" if "sleep" in end else "boom") in text.split("\x1b[?25h")[1]
+
+
+OVERLAP = {
+    "rollout/queue_depth": 8,
+    "rollout/in_flight": 4,
+    "rollout/staleness/mean": 1.5,
+    "rollout/staleness/max": 2,
+    "rollout/stale_recycled": 1,
+    "rollout/stale_dropped": 0,
+    "time/trainer_wait_share": 0.25,
+    "time/engine_idle_share": 0.5,
+}
+
+
+def test_an_asynchronous_run_has_its_own_columns():
+    """A synchronous run's table stays as it is: the columns follow from what is logged."""
+    assert columns_of(make_report(1).metrics) == STEP_COLUMNS
+    assert columns_of(make_report(1, **OVERLAP).metrics) == STEP_COLUMNS + OVERLAP_COLUMNS
+    line = step_line(make_report(1, **OVERLAP), 3)
+    assert "queue 8  flight 4  stale 1.50  max 2  again 1  drop 0  wait 25%  idle 50%" in line
+    chosen = fitting(100, 7, STEP_COLUMNS + OVERLAP_COLUMNS)
+    assert {"reward", "stale", "wait", "idle"} <= {column.title for column in chosen}
+
+
+def test_two_lanes_show_who_was_at_work_when():
+    """One scale of time for both: the engine samples on while the trainer trains, then has nothing to do."""
+    lanes = {
+        "engine": [("sample", (10.0, 14.0))],
+        "trainer": [("train", (12.0, 15.0)), ("sync", (15.0, 16.0))],
+    }
+    engine, trainer = [line.plain for line in lane_lines(lanes, 12)]
+    assert engine == "engine   " + "█" * 8 + "·" * 4 + "  6.0 s"
+    assert trainer == "trainer  " + "·" * 4 + "█" * 6 + "▒" * 2 + "  6.0 s"
+    assert lane_lines({}, 12) == []
+    console = Console(file=io.StringIO(), width=60, height=30, force_terminal=True, highlight=False, record=True)
+    with RichView(console) as view:
+        view.lanes(lanes)
+        view.step(make_report(1, **OVERLAP), 3)
+        console.print(view.render())
+    assert "engine   █" in console.export_text()

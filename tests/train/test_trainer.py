@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -200,3 +201,75 @@ def test_minibatches_split_the_step_and_warm_up_raises_lr(folder: Path, tmp_path
 def test_a_folder_without_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="could not load"):
         load_policy(tmp_path, CPU, 1.0)
+
+
+def shifted_behaviour(samples: Sequence[Sample], shifts: Sequence[float], odd: float = 0.0) -> list[Sample]:
+    """As if another policy had sampled: rollout logprobs lower by its shift, at odd positions by `odd` too."""
+    moved: list[Sample] = []
+    for sample, shift in zip(samples, shifts, strict=True):
+        logprobs = [lp - shift - odd * (i % 2) for i, lp in enumerate(sample.rollout_logprobs)]
+        logprobs = [lp if m else 0.0 for lp, m in zip(logprobs, sample.loss_mask, strict=True)]
+        moved.append(replace(sample, rollout_logprobs=tuple(logprobs)))
+    return moved
+
+
+def test_decoupled_loss_is_the_weighted_one_in_closed_form(folder: Path, tmp_path: Path) -> None:
+    """The ratio to the proximal policy is 1 before the first update, so the loss is -mean(w A), and w is bounded."""
+    trainer = make_trainer(folder, tmp_path, correction="tis", tis_cap=1.5)
+    samples = shifted_behaviour(on_policy_samples(trainer.policy, [4, 4], [1.0, -1.0]), [0.2, 0.9])
+    metrics = trainer.step(samples)
+    w = [2.718281828**0.2, 1.5]
+    assert metrics["train/pg_loss"] == pytest.approx((-w[0] + w[1]) / 2, abs=1e-4)
+    assert metrics["train/weight/clipped_share"] == 0.5
+    assert metrics["train/weight/mean"] == pytest.approx(sum(w) / 2, abs=1e-4)
+    assert metrics["train/ess"] == pytest.approx(sum(w) ** 2 / (2 * (w[0] ** 2 + w[1] ** 2)), abs=1e-4)
+    assert metrics["train/clip_fraction"] == 0
+    assert metrics["train/ratio"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_old_logprobs_are_those_before_the_first_update(folder: Path, tmp_path: Path) -> None:
+    """The second minibatch's ratio is against the step's beginning: not 1, though w = 1 for on-policy samples."""
+    trainer = make_trainer(folder, tmp_path, correction="icepop", num_minibatches=2, lr=1e-2)
+    samples = on_policy_samples(trainer.policy, [6, 6], [1.0, 1.0])
+    metrics = trainer.step(samples)
+    assert metrics["train/weight/mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["train/ess"] == pytest.approx(1.0, abs=1e-5)
+    assert abs(metrics["train/ratio"] - 1.0) > 1e-3
+
+
+CORRECTIONS: list[dict[str, Any]] = [
+    {},
+    {"correction": "tis"},
+    {"correction": "tis", "tis_cap": 1.1},
+    {"correction": "mis"},
+    {"correction": "mis", "correction_level": "geometric"},
+    {"correction": "mis", "correction_level": "token"},
+    {"correction": "mis", "correction_mode": "truncate"},
+    {"correction": "mis", "correction_level": "token", "mask_low": 0.7},
+    {"correction": "icepop"},
+    {"correction": "icepop", "mask_low": 0.9},
+]
+
+
+def test_every_correction_setting_changes_the_gradient(folder: Path, tmp_path: Path) -> None:
+    """What can be set has an effect: ten settings, ten different gradients."""
+    seen: list[torch.Tensor] = []
+    for changes in CORRECTIONS:
+        trainer = make_trainer(folder, tmp_path, **changes)
+        samples = on_policy_samples(trainer.policy, [3, 4, 5, 6, 7], [1.0, -1.0, 0.5, -0.5, 0.7])
+        seen.append(gradients(trainer, shifted_behaviour(samples, [0.15, -0.2, 0.5, -0.8, 0.6], odd=0.2)))
+    for i, first in enumerate(seen):
+        assert all(not torch.allclose(first, other, atol=1e-7) for other in seen[:i]), CORRECTIONS[i]
+
+
+def test_tokens_of_older_weights_show_no_mismatch(folder: Path, tmp_path: Path) -> None:
+    """Contract 7: of a sample that spans two versions only the newer tokens compare trainer and engine."""
+    trainer = make_trainer(folder, tmp_path)
+    (sample,) = on_policy_samples(trainer.policy, [6], [1.0])
+    logprobs = tuple(lp - 0.5 if 4 <= i < 7 else lp for i, lp in enumerate(sample.rollout_logprobs))
+    spans = (VersionSpan(3, 4, 7), VersionSpan(4, 7, 10))
+    sample = replace(sample, rollout_logprobs=logprobs, weight_versions=spans)
+    metrics = trainer.step([sample], version=4)
+    assert metrics["train/mismatch/max"] < 1e-5
+    assert metrics["train/drift/mean"] == pytest.approx(0.25, abs=1e-4)
+    assert "train/mismatch/mean" not in make_trainer(folder, tmp_path).step([sample], version=9)
