@@ -8,7 +8,7 @@ from nanorl.config import Config
 from nanorl.engine.client import EngineClient
 from nanorl.engine.launcher import EngineProcess
 from nanorl.engine.registry import register_server
-from nanorl.loops.engine import engine_command
+from nanorl.loops.engine import engine_command, engine_type
 from nanorl.loops.resolve import resolve
 from nanorl.tracking.view import View
 
@@ -23,7 +23,7 @@ def serve(config: Config, port: int, view: View) -> None:
     """
     config, model = resolve(config, view.progress)
     view.progress("starting the engine", 0, 0)
-    command = engine_command(config, model, port)
+    kind, command = engine_type(config), engine_command(config, model, port)
     with (
         TemporaryDirectory(prefix="nanorl-serve-") as folder,
         EngineProcess(
@@ -33,13 +33,13 @@ def serve(config: Config, port: int, view: View) -> None:
         view.header(
             {
                 "model": model.name,
-                "engine": f"torch {process.url}",
+                "engine": f"{kind} {process.url}",
                 "device": config.model.device,
                 "dtype": str(config.model.dtype),
             }
         )
         view.note("Ready. Other nanorl commands with this model find it; Ctrl-C stops it.")
-        with register_server(process.url, model.path, "torch"), EngineClient(process.url) as client:
+        with register_server(process.url, model.path, kind), EngineClient(process.url) as client:
             while True:
                 process.check_alive()
                 view.status(_load(client))
