@@ -28,11 +28,9 @@ _CAUSES: Sequence[tuple[str, str]] = (
         r"^(ModuleNotFoundError|ImportError)|undefined symbol|minimum required version",
         "a package is missing or of the wrong version",
     ),
-    (
-        r"RepositoryNotFound|not appear to have a file|Can't load|not a valid model|Repo id must be|Unrecognized model"
-        r"|couldn't connect to|greater than the derived context_length|not supported for now",
-        "the model can't be found or loaded",
-    ),
+    (r"RepositoryNotFound|Repo id must be|couldn't connect to|not appear to have a file", "the model can't be found"),
+    (r"Can't load|not a valid model|Unrecognized model|not supported for now", "the model can't be loaded"),
+    (r"greater than the derived context_length", "a context that is longer than the model's"),
     (r"unrecognized arguments|invalid choice|expected one argument", "a flag that the engine doesn't know"),
 )
 """(what an engine's log says, what that means): SGLang's and the embedded engine's words; the first that fits."""

@@ -18,6 +18,9 @@ from nanorl.errors import ConfigError
 COMMAND_VARIABLE = "NANORL_SGLANG"
 """Environment variable: the command to run instead of `python -m sglang.launch_server`."""
 
+LOADER = "nanorl.engine.sglang_loader.load"
+"""Runs inside the server: a weight update as one fused copy. The server is told at its start, each update names it."""
+
 GPU_SHARE = 0.4
 """Of the GPU's memory for weights and KV cache: the trainer, with fp32 weights and Adam, lives on the same GPU."""
 
@@ -65,7 +68,20 @@ def sglang_engine(
     # A warm-up request would still run when /model_info answers, and the first sync's flush be refused.
     own += ["--skip-server-warmup"]
     own += ["--device", "cpu"] if device == "cpu" else _gpu_flags(dtype)
-    return EngineCommand(argv=(*words, *own, *flags), port=port)
+    env: dict[str, str] = {}
+    if words[0] == sys.executable or not _is_installed():
+        own += ["--custom-weight-loader", LOADER]
+        env = {"PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))}
+    return EngineCommand(argv=(*words, *own, *flags), env=env, port=port)
+
+
+_ROOT = Path(__file__).parents[2]
+"""Where this package is found."""
+
+
+def _is_installed() -> bool:
+    """Among other packages, which an SGLang of another environment must not see: then it does without our loader."""
+    return _ROOT.name in ("site-packages", "dist-packages")
 
 
 def _gpu_flags(dtype: str) -> list[str]:

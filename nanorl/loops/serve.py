@@ -42,13 +42,18 @@ def serve(config: Config, port: int, view: View) -> None:
         with register_server(process.url, model.path, kind), EngineClient(process.url) as client:
             while True:
                 process.check_alive()
-                view.status(_load(client))
+                view.status(_status(client))
                 time.sleep(REFRESH_S)
 
 
-def _load(client: EngineClient) -> dict[str, str]:
-    """What a person watches of a server."""
-    queues = {word: str(number) for word, number in client.queue_lengths().items()}
-    return queues | {
-        "weight version": str(client.model_info().weight_version),
+def _status(client: EngineClient) -> dict[str, str]:
+    """What a person watches of a server, as far as the engine tells."""
+    load = client.load()
+    facts = {
+        "running": load.num_running_reqs,
+        "queued": load.num_waiting_reqs,
+        "tokens/s": None if load.gen_throughput is None else f"{load.gen_throughput:,.0f}",
+        "KV": None if load.token_usage is None else f"{load.token_usage:.0%}",
+        "weight version": client.model_info().weight_version,
     }
+    return {name: str(fact) for name, fact in facts.items() if fact is not None}

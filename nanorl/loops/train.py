@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanorl.config import Config
+from nanorl.errors import EngineError, WeightSyncError
 from nanorl.loops.build import Run, build
 from nanorl.loops.evaluate import Accuracy, evaluate
 from nanorl.rollout.metrics import rollout_metrics
@@ -28,7 +29,7 @@ def train(config: Config, view: View) -> TrainResult:
     Raises:
         NanoRLError: bad input, an engine that died, a sync that did not arrive. Everything started is stopped by then.
     """
-    with build(config, view) as run:
+    with build(config, view) as run, run.kept_on_loss():
         before = evaluate(run)
         reports = tuple(_step(run, step) for step in range(run.done_steps + 1, run.config.run.steps + 1))
         after = evaluate(run)
@@ -43,11 +44,15 @@ def _step(run: Run, step: int) -> StepReport:
     groups = run.sample(run.prompts.next(run.prompts_per_step), step)
     sampled = trained = time.perf_counter()
     metrics = rollout_metrics(groups)
+    lost: EngineError | WeightSyncError | None = None
 
     if not run.config.run.rollout_only:
         metrics |= run.trainer.step(trainable(groups), lambda done, total: run.view.progress("training", done, total))
         trained = time.perf_counter()
-        metrics |= run.sync_weights().metrics()
+        try:
+            metrics |= run.sync_weights().metrics()
+        except (EngineError, WeightSyncError) as error:
+            lost = error  # the step is trained all the same: it is logged, and kept, before the run ends
     end = time.perf_counter()
 
     metrics |= {
@@ -56,13 +61,16 @@ def _step(run: Run, step: int) -> StepReport:
         "time/train_s": trained - sampled,
         "time/sync_s": end - trained,
         "time/step_s": end - start,
+        "engine/num_restarts": run.recovery.num_restarts,
     }
     every = run.config.run.eval_every
-    accuracy = evaluate(run) if every and step % every == 0 else None
+    accuracy = evaluate(run) if every and step % every == 0 and lost is None else None
     report = StepReport(
         step=step, weight_version=run.version, metrics=metrics | (accuracy.metrics() if accuracy else {})
     )
     run.log(report, groups)
+    if lost is not None:
+        raise lost
     return report
 
 

@@ -91,7 +91,7 @@ DEATHS = {
     "the port is taken": "[2026-12-01 07:29:57] ERROR:    [Errno 98] error while attempting to bind on address "
     "('127.0.0.1', 44379): [errno 98] address already in use",
     "not enough memory": "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.",
-    "the model can't be found or loaded": "OSError: We couldn't connect to 'https://huggingface.co' to load the files, "
+    "the model can't be found": "OSError: We couldn't connect to 'https://huggingface.co' to load the files, "
     "and couldn't find them in the cached files.",
     "a package is missing or of the wrong version": "Exception: sglang-kernel is installed with version 0.4.1, which "
     "is less than the minimum required version 0.4.9. Please reinstall the latest version",
