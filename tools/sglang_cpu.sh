@@ -42,13 +42,13 @@ serve() {
 }
 
 with_server() {
-    local model=$1 port log
+    local model=$1 port
     shift
     port=$("$venv/bin/python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
     log=$(mktemp)
     (serve --model-path "$model" --host 127.0.0.1 --port "$port" --dtype float32) >"$log" 2>&1 &
     server=$!
-    trap 'kill "$server" 2>/dev/null; wait "$server" || true; rm -f "$log"' EXIT
+    trap 'kill "$server" 2>/dev/null || true; wait "$server" || true; rm -f "$log"' EXIT # of the script, not of the function
     trap 'exit 130' INT
     trap 'exit 143' TERM
     export NANORL_SGLANG_URL=http://127.0.0.1:$port NANORL_SGLANG="$here/sglang_cpu.sh serve"
