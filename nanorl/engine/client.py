@@ -169,6 +169,13 @@ class EngineClient:
         response = self._http.call_ok("GET", path, repeatable=timeout_s is None, timeout_s=timeout_s)
         return self._http.decode(response, _Loads).summed()
 
+    def tokens_per_s(self, load: EngineLoad) -> float | None:
+        """How fast the engine samples. SGLang's load says so only with --enable-metrics, its internal state always."""
+        states: list[dict[str, Any]] = [] if load.gen_throughput else self.server_info().get("internal_states") or []
+        if not states or not load.num_running_reqs:  # what the internal state tells is the last busy moment's
+            return load.gen_throughput
+        return _sum([state.get("last_gen_throughput") for state in states])
+
     def queue_lengths(self, *, timeout_s: float | None = None) -> dict[str, int]:
         """`running` and `waiting` requests, as far as the engine tells."""
         load = self.load(timeout_s=timeout_s)

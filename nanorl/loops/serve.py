@@ -49,10 +49,11 @@ def serve(config: Config, port: int, view: View) -> None:
 def _status(client: EngineClient) -> dict[str, str]:
     """What a person watches of a server, as far as the engine tells."""
     load = client.load()
+    tokens_per_s = client.tokens_per_s(load)
     facts = {
         "running": load.num_running_reqs,
         "queued": load.num_waiting_reqs,
-        "tokens/s": None if load.gen_throughput is None else f"{load.gen_throughput:,.0f}",
+        "tokens/s": None if tokens_per_s is None else f"{tokens_per_s:,.0f}",
         "KV": None if load.token_usage is None else f"{load.token_usage:.0%}",
         "weight version": client.model_info().weight_version,
     }
