@@ -242,8 +242,7 @@ def build(config: Config, view: View) -> Iterator[Run]:
         stack.callback(lambda: run.sync.close())  # noqa: PLW0108 the sync of then: a restart makes another
         if checkpoint:
             state = restore(checkpoint, trainer, prompts)
-            run.done_steps, run.version = state.step, state.weight_version - 1
-            run.data_position = state.data
+            run.done_steps, run.version, run.data_position = state.step, state.weight_version - 1, state.data
         # A server that another run has trained must give no false result: ours first, whoever started it.
         run.sync_weights()
         folder.keep()
