@@ -8,7 +8,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export PYTHON
 
-.PHONY: demo test check lint lint-format lint-code lint-imports lint-types format setup setup-dev clean
+.PHONY: demo test test-sglang check lint lint-format lint-code lint-imports lint-types format setup setup-dev clean
 .NOTPARALLEL:
 
 demo: setup  ## the closed loop: the tiny model learns arithmetic
@@ -16,6 +16,11 @@ demo: setup  ## the closed loop: the tiny model learns arithmetic
 
 test: setup-dev  ## all tests that this machine can run, with the coverage floor
 	@$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
+
+test-sglang: setup-dev  ## the tests against a real SGLang, which runs without a GPU too (Linux, x86-64)
+	@tools/sglang_cpu.sh install
+	@$(BIN)/python -m tests.tiny_models .sglang-model
+	@tools/sglang_cpu.sh with "$$PWD/.sglang-model" $(BIN)/python -m pytest -m sglang
 
 check: lint test  ## what CI runs
 
@@ -45,5 +50,5 @@ setup-dev:
 	@tools/setup.sh $(VENV) dev
 
 clean:  ## removes the environment and caches; runs/ stays
-	rm -rf $(VENV) .pytest_cache .ruff_cache .import_linter_cache .coverage .coverage.* htmlcov build dist
+	rm -rf $(VENV) .pytest_cache .ruff_cache .import_linter_cache .coverage .coverage.* htmlcov build dist .sglang-model
 	find nanorl tests -name __pycache__ -type d -prune -exec rm -rf {} +

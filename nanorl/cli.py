@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -148,9 +149,13 @@ def serve(
     config: ConfigFile = None,
     set_: Set = None,
     quiet: Quiet = False,
+    flags: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ENGINE FLAGS]", help="Further flags of the engine, after --.")
+    ] = None,
 ) -> None:
     """Serve a model until Ctrl-C; other commands on this machine find it."""
-    resolved = _load(config, set_, _engine_flags(model, engine, None, None))
+    further = {"engine.flags": shlex.join(flags)} if flags else {}
+    resolved = _load(config, set_, _engine_flags(model, engine, None, None) | further)
     with _view(quiet=quiet) as view:
         with _importing(view):
             from nanorl.loops.serve import serve as run

@@ -175,6 +175,12 @@ class EngineConfig(Section, frozen=True):
     type: Literal["auto", "torch", "sglang"] = "auto"
     url: str | None = None
     """A running server; None: a live `nanorl serve` of the same model, else an own one."""
+    flags: str = ""
+    """Further flags of an own engine, as on its command line."""
+    sglang_command: str | None = None
+    """What starts SGLang where it lives in another environment; None: $NANORL_SGLANG, else this environment's."""
+    max_restarts: NonNegative = 3
+    """How often a run starts its own engine again after the engine died or hung."""
     take_over: bool = False
     """Use a server although another run holds it."""
     start_timeout_s: Seconds = 300.0

@@ -1,6 +1,5 @@
 """Shared by all tests: what this machine lacks is skipped by its marker, with the reason in the report."""
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -19,17 +18,13 @@ def _num_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
-def _has_sglang() -> bool:
-    return importlib.util.find_spec("sglang") is not None or "NANORL_SGLANG_URL" in os.environ
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Adds the skips."""
     num_gpus = _num_gpus()
     missing = {
         "gpu": "needs an NVIDIA GPU" if num_gpus < 1 else None,
         "multigpu": "needs two NVIDIA GPUs" if num_gpus < 2 else None,
-        "sglang": None if _has_sglang() else "needs an SGLang server: tools/sglang_cpu.sh, NANORL_SGLANG_URL",
+        "sglang": None if "NANORL_SGLANG_URL" in os.environ else "needs a running SGLang: make test-sglang",
     }
     for item in items:
         for marker, reason in missing.items():

@@ -1,5 +1,9 @@
-"""Random tiny Qwen3 folders for tests: 2 layers, a real fast tokenizer, made in well under a second."""
+"""Random tiny Qwen3 folders for tests: 2 layers, a real fast tokenizer, made in well under a second.
 
+`python -m tests.tiny_models FOLDER` makes one.
+"""
+
+import sys
 from pathlib import Path
 
 
@@ -59,3 +63,7 @@ def build_tiny_model(
     disable_progress_bar()  # else it depends on the test before whether a bar shows in captured output
     model.save_pretrained(str(folder))
     return folder
+
+
+if __name__ == "__main__":
+    build_tiny_model(Path(sys.argv[1]))

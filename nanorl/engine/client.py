@@ -6,7 +6,7 @@ Works against SGLang 0.5.17 and newer and nanorl's embedded engine alike; genera
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,10 +24,37 @@ from nanorl.engine.protocol import (
 )
 from nanorl.errors import EngineError, NanoRLError, WeightSyncError
 
+Number = TypeVar("Number", int, float)
+
 FLUSH_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 """Waits between the tries to flush: a refusal means that requests still run, so it is worth waiting a few seconds."""
 
-_QUEUES = {"num_running_reqs": "running", "num_waiting_reqs": "waiting"}
+
+class EngineLoad(msgspec.Struct, frozen=True):
+    """GET /v1/loads: what an engine is busy with; None where it doesn't tell. Field names are SGLang's."""
+
+    num_running_reqs: int | None = None
+    num_waiting_reqs: int | None = None
+    gen_throughput: float | None = None
+    """Sampled tokens per second, lately."""
+    token_usage: float | None = None
+    """Share of the KV cache that is in use."""
+
+
+class _Loads(EngineLoad, frozen=True):
+    loads: list[EngineLoad] = msgspec.field(default_factory=list[EngineLoad])
+    """One a data-parallel rank; servers without /v1/loads tell at the top."""
+
+    def summed(self) -> EngineLoad:
+        """Of all ranks."""
+        ranks = self.loads or [self]
+        usage = [rank.token_usage for rank in ranks if rank.token_usage is not None]
+        return EngineLoad(
+            _sum([rank.num_running_reqs for rank in ranks]),
+            _sum([rank.num_waiting_reqs for rank in ranks]),
+            _sum([rank.gen_throughput for rank in ranks]),
+            max(usage, default=None),
+        )
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -93,6 +120,13 @@ class EngineClient:
         response = self._http.call_ok("GET", "/model_info", repeatable=True, timeout_s=timeout_s)
         return self._http.decode(response, ModelInfo)
 
+    def is_healthy(self, *, timeout_s: float) -> bool:
+        """Whether the engine generates a token within the time: more than that it answers, and slower to ask."""
+        try:
+            return self._http.call("GET", "/health", timeout_s=timeout_s).ok
+        except EngineError:
+            return False
+
     def server_info(self) -> dict[str, Any]:
         """The engine's settings and load, as it reports them."""
         return self._http.decode(self._http.call_ok("GET", "/server_info", repeatable=True), dict[str, Any])
@@ -129,15 +163,24 @@ class EngineClient:
                     raise EngineError(f"The engine did not get ready within {deadline_s:g} s: {error}") from None
             time.sleep(0.1)
 
-    def queue_lengths(self) -> dict[str, int]:
-        """`running` and `waiting` requests, as far as the engine tells."""
+    def load(self, *, timeout_s: float | None = None) -> EngineLoad:
+        """What the engine is busy with, as far as it tells: SGLang before /v1/loads tells little."""
         path = "/v1/loads" if "/v1/loads" in self.routes else "/server_info"
-        state = self._http.decode(self._http.call_ok("GET", path, repeatable=True), dict[str, Any])
-        for load in (*state.get("loads", ()), state):
-            found = {word: int(load[key]) for key, word in _QUEUES.items() if key in load}
-            if found:
-                return found
-        return {}
+        response = self._http.call_ok("GET", path, repeatable=timeout_s is None, timeout_s=timeout_s)
+        return self._http.decode(response, _Loads).summed()
+
+    def tokens_per_s(self, load: EngineLoad) -> float | None:
+        """How fast the engine samples. SGLang's load says so only with --enable-metrics, its internal state always."""
+        states: list[dict[str, Any]] = [] if load.gen_throughput else self.server_info().get("internal_states") or []
+        if not states or not load.num_running_reqs:  # what the internal state tells is the last busy moment's
+            return load.gen_throughput
+        return _sum([state.get("last_gen_throughput") for state in states])
+
+    def queue_lengths(self, *, timeout_s: float | None = None) -> dict[str, int]:
+        """`running` and `waiting` requests, as far as the engine tells."""
+        load = self.load(timeout_s=timeout_s)
+        queues = {"running": load.num_running_reqs, "waiting": load.num_waiting_reqs}
+        return {word: number for word, number in queues.items() if number is not None}
 
     # Requests in flight
 
@@ -257,7 +300,13 @@ class EngineClient:
         (answer,) = decode_answers(response.content)
         num_scored = len(token_ids) - prompt_len
         entries = answer.meta_info.input_token_logprobs[-num_scored:] if num_scored else []
-        if [entry[1] for entry in entries] != list(token_ids[prompt_len:]):
+        last = max(token_ids, default=0)
+        # SGLang computes on the vocabulary's last id and calls it 0.
+        named = [
+            last if entry[1] == 0 and sent == last else entry[1]
+            for entry, sent in zip(entries, token_ids[prompt_len:], strict=False)
+        ]
+        if named != list(token_ids[prompt_len:]):
             raise EngineError(
                 f"{self.url}/generate: expected input_token_logprobs of {num_scored} tokens from {prompt_len} on, "
                 f"got {len(entries)} for other ids"
@@ -275,6 +324,11 @@ class EngineClient:
             verdict = _Verdict(False, f"{response.status_code}: {error_message(response.content)}")
         if not (verdict.success and response.ok):
             raise WeightSyncError(f"{self.url}{path}: the engine refused: {verdict.message or 'no reason given'}")
+
+
+def _sum(values: Sequence[Number | None]) -> Number | None:
+    told = [value for value in values if value is not None]
+    return sum(told[1:], start=told[0]) if told else None
 
 
 def _in_words(queues: dict[str, int]) -> str:

@@ -51,7 +51,7 @@ class ModelCard:
 
 
 def state_router(engine: TorchEngine, card: ModelCard) -> APIRouter:
-    """/model_info, /server_info, /v1/models, /health."""
+    """/model_info, /server_info, /v1/loads, /v1/models, /health."""
     router = APIRouter()
     created = int(time.time())
 
@@ -62,6 +62,10 @@ def state_router(engine: TorchEngine, card: ModelCard) -> APIRouter:
     @router.get("/server_info")
     async def server_info() -> Response:
         return json_response(_server_info(engine, card))
+
+    @router.get("/v1/loads")
+    async def loads() -> Response:
+        return json_response({"version": __version__, "loads": [_load(engine)]})
 
     @router.get("/v1/models")
     async def models() -> Response:
@@ -135,6 +139,22 @@ def _model_info(engine: TorchEngine, card: ModelCard) -> dict[str, Any]:
         "weight_version": engine.core.version,
         "model_type": getattr(config, "model_type", None),
         "architectures": getattr(config, "architectures", None),
+    }
+
+
+def _load(engine: TorchEngine) -> dict[str, Any]:
+    core, limits = engine.core, engine.limits
+    # What running requests may come to: each has its room from the start.
+    used = sum(sequence.max_tokens for sequence in list(core.batch.sequences))
+    return {
+        "dp_rank": 0,
+        "num_running_reqs": len(core.batch),
+        "num_waiting_reqs": len(core.waiting),
+        "num_used_tokens": used,
+        "max_total_num_tokens": limits.max_total_tokens,
+        "max_running_requests": limits.max_running_requests,
+        "token_usage": used / limits.max_total_tokens,
+        "gen_throughput": core.meter.per_s(),
     }
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from nanorl.engine.adapter import ModelAdapter
 from nanorl.engine.batch import RunningBatch
 from nanorl.engine.kv_cache import SlotCache
+from nanorl.engine.meter import RateMeter
 from nanorl.engine.prefill import Prefill
 from nanorl.engine.protocol import FinishInfo, PauseMode
 from nanorl.engine.sampler import sample
@@ -50,6 +51,7 @@ class EngineCore:
         self.limits = limits
         self.version = "default"
         self.paused: PauseMode | None = None
+        self.meter = RateMeter()
         self.waiting: deque[EngineSequence] = deque()
         self._tokenizer = tokenizer
         self._arrivals = itertools.count()
@@ -212,6 +214,7 @@ class EngineCore:
     def _sample(self, start: int, logits: Tensor) -> None:
         """Draws a token for rows start..B-1 from [B - start, V] logits, and finishes those that are done."""
         tokens, logprobs = sample(logits, self.batch.sampling_rows(start))
+        self.meter.add(len(self.batch) - start)
         done = self.batch.record(start, tokens, logprobs)
         self.batch.collect(done, self.version)
         finishes = {row: _finish_of(self.batch.sequences[row]) for row in done}

@@ -23,12 +23,17 @@ from nanorl.errors import EngineError
 _CAUSES: Sequence[tuple[str, str]] = (
     (r"address already in use|Errno 98", "the port is taken"),
     (r"out of memory|OutOfMemory|MemoryError|Cannot allocate memory|not enough memory", "not enough memory"),
-    (r"ModuleNotFoundError|ImportError|undefined symbol", "a package is missing or of the wrong version"),
     (
-        r"RepositoryNotFound|not appear to have a file|Can't load|not a valid model|Repo id must be|Unrecognized model",
-        "the model can't be found or loaded",
+        # An exception's own line: SGLang logs in passing what it could not import and does without.
+        r"^(ModuleNotFoundError|ImportError)|undefined symbol|minimum required version",
+        "a package is missing or of the wrong version",
     ),
+    (r"RepositoryNotFound|Repo id must be|couldn't connect to|not appear to have a file", "the model can't be found"),
+    (r"Can't load|not a valid model|Unrecognized model|not supported for now", "the model can't be loaded"),
+    (r"greater than the derived context_length", "a context that is longer than the model's"),
+    (r"unrecognized arguments|invalid choice|expected one argument", "a flag that the engine doesn't know"),
 )
+"""(what an engine's log says, what that means): SGLang's and the embedded engine's words; the first that fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +74,7 @@ class EngineProcess:
         self._ready_timeout_s = ready_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._port = command.port
+        self._log_start = 0
         if log_path is None:
             handle, name = tempfile.mkstemp(prefix=f"nanorl-engine-{os.getpid()}-", suffix=".log")
             os.close(handle)
@@ -169,18 +175,21 @@ class EngineProcess:
 
     def _open_log(self) -> IO[bytes]:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        return self.log_path.open("ab")
+        log = self.log_path.open("ab")
+        self._log_start = log.tell()
+        return log
 
     def _log_tail(self, num_lines: int = 20) -> str:
         text = ""
         with contextlib.suppress(OSError):
-            text = "\n".join(self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
+            written = self.log_path.read_bytes()[self._log_start :]  # not what an earlier start has left
+            text = "\n".join(written.decode("utf-8", "replace").splitlines()[-num_lines:])
         return f"The end of its log {self.log_path}:\n{text}" if text else f"Its log {self.log_path} is empty."
 
     def _cause(self, code: int) -> str:
         tail = self._log_tail(100)
         for pattern, cause in _CAUSES:
-            if re.search(pattern, tail, re.IGNORECASE):
+            if re.search(pattern, tail, re.IGNORECASE | re.MULTILINE):
                 return f"most likely {cause}"
         if code in (-9, 137):
             return "it was killed, most likely for lack of memory"

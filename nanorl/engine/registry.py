@@ -92,10 +92,13 @@ def live_servers() -> list[ServerRecord]:
     return found
 
 
-def find_server(model: str) -> str | None:
-    """The URL of a live `nanorl serve` of this model, one that really answers; None where there is none."""
+def find_server(model: str, engine: str | None = None) -> str | None:
+    """The URL of a live `nanorl serve` of this model, one that really answers; None where there is none.
+
+    `engine`: only one of torch, or of sglang.
+    """
     for record in live_servers():
-        if record.model == _canonical(model):
+        if record.model == _canonical(model) and engine in (None, record.engine):
             with contextlib.suppress(EngineError), EngineClient(record.url) as client:
                 client.model_info(timeout_s=3.0)
                 return record.url

@@ -16,9 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LOADER = "nanorl.engine.sglang_loader.load"
-"""What the server is told at its start and the sync names in each update."""
-
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Copies buckets into the model; finished, on a GPU too, when it returns.

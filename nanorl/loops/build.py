@@ -4,10 +4,11 @@ Only this room knows all others. Whatever is started here is stopped here, in re
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,10 +17,11 @@ from nanorl.data import PromptStream, build_data
 from nanorl.data.prompts import StreamState
 from nanorl.engine.client import EngineClient
 from nanorl.engine.generation import GenerationClient
-from nanorl.errors import EngineError, RewardError
+from nanorl.errors import EngineError, RewardError, WeightSyncError
 from nanorl.loops.engine import EngineHandle, acquire_engine, check_reach
 from nanorl.loops.interrupts import deferred
 from nanorl.loops.recorder import Recorder
+from nanorl.loops.recovery import Recovery
 from nanorl.loops.resolve import resolve
 from nanorl.loops.resume import open_folder, restore
 from nanorl.models.presets import ResolvedModel
@@ -30,12 +32,15 @@ from nanorl.tokens.chat import load_chat
 from nanorl.tracking.run_folder import RunFolder
 from nanorl.tracking.trackers import require_backends
 from nanorl.tracking.view import View
-from nanorl.train.checkpoint import TrainState, save_checkpoint
+from nanorl.train.checkpoint import TrainState, list_checkpoints, save_checkpoint
 from nanorl.train.model import load_policy
 from nanorl.train.trainer import Trainer
 from nanorl.types import Group, Prompt, StepReport
 from nanorl.weight_sync.base import SyncReport, WeightSync
 from nanorl.weight_sync.carriers import make_sync
+
+PROGRESS_S = 2.0
+"""A busy engine may take so long to tell how far it is; a hung one must not hold up whoever notices that."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,8 +61,11 @@ class Run:
     engine: EngineHandle
     client: EngineClient
     sync: WeightSync
+    recovery: Recovery
+    data_position: Mapping[str, Any]
+    """Of the prompts after the last step that is done: those of a step that fails are not lost."""
     version: int = 0
-    """The weights that the engine holds: how many syncs this run has made."""
+    """The weights that the engine holds, or is being sent: how many syncs this run has made."""
     done_steps: int = 0
     """Loop steps that are done, in this process or before a resume."""
     saved_steps: int = 0
@@ -85,16 +93,23 @@ class Run:
         """
         size = group_size or self.group_size
         rollout = self.rollout if temperature is None else replace(self.rollout, temperature=temperature)
-        self.view.progress(what, 0, len(prompts) * size)
-        work = rollout.collect(
-            prompts,
-            self.noise_seed(noise),
-            size,
-            lambda done, total: self.view.progress(what, done, total),
-        )
         watch = self._watch_sampling(what, len(prompts) * size)
-        with self.engine.blamed():
-            groups = self.event_loop.run(work, self.config.engine.request_timeout_s, watch)
+
+        def collect() -> list[Group]:
+            self.view.progress(what, 0, len(prompts) * size)
+            work = rollout.collect(
+                prompts,
+                self.noise_seed(noise),
+                size,
+                lambda done, total: self.view.progress(what, done, total),
+            )
+            return self.event_loop.run(work, self.config.engine.request_timeout_s, watch)
+
+        def resend() -> None:
+            self._renew_sync()
+            self.sync.sync(self.trainer.named_tensors(), self.version)
+
+        groups = self.recovery.attempt(collect, resend)
         self.check_any_valid(groups)
         return groups
 
@@ -107,7 +122,9 @@ class Run:
 
         def watch() -> None:
             self.engine.check()
-            queues = self.client.queue_lengths()
+            queues: dict[str, int] = {}
+            with contextlib.suppress(EngineError):  # for show only: the requests themselves find out what is wrong
+                queues = self.client.queue_lengths(timeout_s=PROGRESS_S)
             if queues:
                 self.view.progress(what, max(0, total - sum(queues.values())), total)
 
@@ -116,18 +133,26 @@ class Run:
     def sync_weights(self) -> SyncReport:
         """Makes the engine hold the trainer's weights, under the next version."""
         self.view.progress("syncing", 0, 0)
-        self.engine.check()
-        with self.engine.blamed():
-            report = self.sync.sync(self.trainer.named_tensors(), self.version + 1)
-        self.version = report.version
-        if self.config.sync.full_check:
-            self.sync.verify(self.trainer.named_tensors())
-        return report
+        self.version += 1
+
+        def send() -> SyncReport:
+            self.engine.check()
+            report = self.sync.sync(self.trainer.named_tensors(), self.version)
+            if self.config.sync.full_check:
+                self.sync.verify(self.trainer.named_tensors())
+            return report
+
+        return self.recovery.attempt(send, self._renew_sync)
+
+    def _renew_sync(self) -> None:
+        """A restarted engine knows nothing of the carrier that the former one had opened."""
+        self.sync.close()
+        self.sync = _make_sync(self.config, self.client, self.trainer, self.folder)
 
     def log(self, report: StepReport, groups: Sequence[Group]) -> None:
         """Records a finished step, and keeps a checkpoint where one is due."""
         self.recorder.log(report, groups)
-        self.done_steps = report.step
+        self.done_steps, self.data_position = report.step, dict(self.data_state())
         every = 0 if self.config.run.rollout_only else self.config.run.checkpoint_every
         if every and (report.step % every == 0 or report.step == self.config.run.steps):
             self.save_checkpoint()
@@ -142,7 +167,7 @@ class Run:
             TrainState(
                 step=self.done_steps,
                 weight_version=self.version,
-                data=dict(self.data_state()),
+                data=dict(self.data_position),
             ),
             keep=self.config.run.keep_checkpoints,
         )
@@ -177,6 +202,25 @@ class Run:
         if "cause" in first:
             raise RewardError(f"{reason} (in the reward: {first['cause']}).")
         raise EngineError(f"{reason} (in the engine).")
+
+    @contextlib.contextmanager
+    def kept_on_loss(self) -> Iterator[None]:
+        """A run that ends because its engine is lost leaves a checkpoint of its last step, unless it was to have none.
+
+        The block must leave the trainer as it was after the last step that was logged.
+        """
+        try:
+            yield
+        except (EngineError, WeightSyncError) as error:
+            run = self.config.run
+            if run.rollout_only or not run.checkpoint_every or not self.done_steps or not self.is_whole:
+                raise
+            if self.done_steps not in list_checkpoints(self.folder.path / "checkpoints"):
+                self.save_checkpoint()
+            raise type(error)(
+                f"{error}\nThe run is kept as of step {self.done_steps}; with an engine again, go on with "
+                f"--resume --run-dir {self.folder.path}"
+            ) from None
 
     @property
     def prompts_per_step(self) -> int:
@@ -216,8 +260,6 @@ def build(config: Config, view: View) -> Iterator[Run]:
         sampler = GenerationClient(engine.url, timeout_s=config.engine.request_timeout_s)
         stack.callback(lambda: event_loop.run(sampler.aclose(), timeout_s=10.0))
         client = stack.enter_context(EngineClient(engine.url))
-        sync = make_sync(config.sync, client, trainer.policy.device, folder.path)
-        stack.callback(sync.close)
         run = Run(
             config=config,
             model=model,
@@ -239,16 +281,23 @@ def build(config: Config, view: View) -> Iterator[Run]:
             trainer=trainer,
             engine=engine,
             client=client,
-            sync=sync,
+            sync=_make_sync(config, client, trainer, folder),
+            recovery=Recovery(engine, view, config.engine.max_restarts),
+            data_position=dict(prompts.state_dict()),
         )
+        stack.callback(lambda: run.sync.close())  # noqa: PLW0108 the sync of then: a restart makes another
         if checkpoint:
             state = restore(checkpoint, trainer, prompts)
             run.done_steps = run.saved_steps = state.step
-            run.version = state.weight_version - 1
+            run.version, run.data_position = state.weight_version - 1, state.data
         # A server that another run has trained must give no false result: ours first, whoever started it.
         run.sync_weights()
         folder.keep()
         yield run
+
+
+def _make_sync(config: Config, client: EngineClient, trainer: Trainer, folder: RunFolder) -> WeightSync:
+    return make_sync(config.sync, client, trainer.policy.device, folder.path)
 
 
 def _header(config: Config, model: ResolvedModel, engine: EngineHandle, folder: RunFolder) -> dict[str, str]:

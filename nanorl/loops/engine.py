@@ -1,14 +1,17 @@
 """Which engine a command uses: the URL it was given, a live `nanorl serve` of the same model, or one of its own."""
 
 import contextlib
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from nanorl.config import Config
 from nanorl.engine.client import EngineClient
 from nanorl.engine.launcher import EngineCommand, EngineProcess, embedded_engine
 from nanorl.engine.registry import Lease, acquire_lease, check_lease, find_server
+from nanorl.engine.sglang import find_sglang, sglang_engine
 from nanorl.errors import ConfigError, EngineError, WeightSyncError
 from nanorl.models.presets import ResolvedModel
 from nanorl.weight_sync.carriers import choose_carrier, reaching_carriers
@@ -77,7 +80,8 @@ def acquire_engine(config: Config, model: ResolvedModel, log_path: Path, owner: 
         EngineError: nothing answers at the URL, the server is held by another run, or our own didn't start.
         ConfigError: an engine was asked for that this machine can't run.
     """
-    url = config.engine.url or find_server(model.path)
+    wanted = None if config.engine.type == "auto" else config.engine.type
+    url = config.engine.url or find_server(model.path, wanted)
     if url is None:
         command = engine_command(config, model)
         with EngineProcess(command, log_path=log_path, ready_timeout_s=config.engine.start_timeout_s) as process:
@@ -87,16 +91,34 @@ def acquire_engine(config: Config, model: ResolvedModel, log_path: Path, owner: 
         yield _describe(url, "given" if config.engine.url else "nanorl serve", lease=lease)
 
 
+def engine_type(config: Config) -> Literal["torch", "sglang"]:
+    """Which engine an own one is; `auto` takes SGLang where a GPU and SGLang are there."""
+    if config.engine.type != "auto":
+        return config.engine.type
+    has_sglang = config.model.device == "cuda" and find_sglang(config.engine.sglang_command) is not None
+    return "sglang" if has_sglang else "torch"
+
+
 def engine_command(config: Config, model: ResolvedModel, port: int = 0) -> EngineCommand:
     """How the configured engine is started.
 
     Raises:
         ConfigError: this machine can't start it.
     """
-    if config.engine.type == "sglang":
-        raise ConfigError("engine.type sglang: start SGLang yourself and pass --engine-url, or use --engine torch.")
-    arguments = ["--dtype", str(config.model.dtype), "--device", config.model.device, "--served-name", model.name]
-    return embedded_engine(model.path, *arguments, port=port)
+    dtype, device = str(config.model.dtype), config.model.device
+    try:
+        flags = shlex.split(config.engine.flags)
+    except ValueError as error:
+        raise ConfigError(
+            f"engine.flags: expected flags as on a command line, got {config.engine.flags!r}: {error}."
+        ) from None
+    if engine_type(config) == "torch":
+        own = ["--dtype", dtype, "--device", device, "--served-name", model.name]
+        return embedded_engine(model.path, *own, *flags, port=port)
+    flags = ["--served-model-name", model.name, "--random-seed", str(config.run.seed), *flags]
+    return sglang_engine(
+        model.path, *flags, dtype=dtype, device=device, port=port, command=config.engine.sglang_command
+    )
 
 
 def _describe(

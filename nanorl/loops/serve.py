@@ -8,7 +8,7 @@ from nanorl.config import Config
 from nanorl.engine.client import EngineClient
 from nanorl.engine.launcher import EngineProcess
 from nanorl.engine.registry import register_server
-from nanorl.loops.engine import engine_command
+from nanorl.loops.engine import engine_command, engine_type
 from nanorl.loops.resolve import resolve
 from nanorl.tracking.view import View
 
@@ -23,7 +23,7 @@ def serve(config: Config, port: int, view: View) -> None:
     """
     config, model = resolve(config, view.progress)
     view.progress("starting the engine", 0, 0)
-    command = engine_command(config, model, port)
+    kind, command = engine_type(config), engine_command(config, model, port)
     with (
         TemporaryDirectory(prefix="nanorl-serve-") as folder,
         EngineProcess(
@@ -33,22 +33,28 @@ def serve(config: Config, port: int, view: View) -> None:
         view.header(
             {
                 "model": model.name,
-                "engine": f"torch {process.url}",
+                "engine": f"{kind} {process.url}",
                 "device": config.model.device,
                 "dtype": str(config.model.dtype),
             }
         )
         view.note("Ready. Other nanorl commands with this model find it; Ctrl-C stops it.")
-        with register_server(process.url, model.path, "torch"), EngineClient(process.url) as client:
+        with register_server(process.url, model.path, kind), EngineClient(process.url) as client:
             while True:
                 process.check_alive()
-                view.status(_load(client))
+                view.status(_status(client))
                 time.sleep(REFRESH_S)
 
 
-def _load(client: EngineClient) -> dict[str, str]:
-    """What a person watches of a server."""
-    queues = {word: str(number) for word, number in client.queue_lengths().items()}
-    return queues | {
-        "weight version": str(client.model_info().weight_version),
+def _status(client: EngineClient) -> dict[str, str]:
+    """What a person watches of a server, as far as the engine tells."""
+    load = client.load()
+    tokens_per_s = client.tokens_per_s(load)
+    facts = {
+        "running": load.num_running_reqs,
+        "queued": load.num_waiting_reqs,
+        "tokens/s": None if tokens_per_s is None else f"{tokens_per_s:,.0f}",
+        "KV": None if load.token_usage is None else f"{load.token_usage:.0%}",
+        "weight version": client.model_info().weight_version,
     }
+    return {name: str(fact) for name, fact in facts.items() if fact is not None}

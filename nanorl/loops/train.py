@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanorl.config import Config
+from nanorl.errors import EngineError, WeightSyncError
 from nanorl.loops.build import Run, build
 from nanorl.loops.evaluate import Accuracy, evaluate
 from nanorl.loops.source import Lockstep, Marks, Source
@@ -36,7 +37,7 @@ def train(config: Config, view: View) -> TrainResult:
 def turn(run: Run, source: Source) -> TrainResult:
     """The loop itself, whatever the source: evaluation, steps, evaluation. Ctrl-C leaves a checkpoint."""
     before = evaluate(run)
-    with run.kept_on_interrupt():
+    with run.kept_on_interrupt(), run.kept_on_loss():
         reports = tuple(_step(run, source, step) for step in range(run.done_steps + 1, run.config.run.steps + 1))
     result = TrainResult(reports, before, evaluate(run))
     _summarize(result, run.view)
@@ -52,20 +53,26 @@ def _step(run: Run, source: Source, step: int) -> StepReport:
 
     start = time.perf_counter()
     groups = source.take(step)
+    lost: EngineError | WeightSyncError | None = None
     with run.whole_step():
         sampled = trained = time.perf_counter()
         metrics = rollout_metrics(groups)
         if not run.config.run.rollout_only:
             metrics |= run.trainer.step(trainable(groups), on_progress, run.version)
             trained = time.perf_counter()
-            metrics |= source.sync().metrics()
+            try:
+                metrics |= source.sync().metrics()
+            except (EngineError, WeightSyncError) as error:
+                lost = error  # the step is trained all the same: it is logged, and kept, before the run ends
         marks = Marks(start, sampled, trained, time.perf_counter())
-        metrics |= source.metrics(marks) | marks.metrics()
+        metrics |= source.metrics(marks) | marks.metrics() | {"engine/num_restarts": run.recovery.num_restarts}
         every = run.config.run.eval_every
-        accuracy = evaluate(run) if every and step % every == 0 else None
+        accuracy = evaluate(run) if every and step % every == 0 and lost is None else None
         metrics |= accuracy.metrics() if accuracy else {}
         report = StepReport(step=step, weight_version=run.version, metrics=metrics)
         run.log(report, groups)
+    if lost is not None:
+        raise lost
     return report
 
 

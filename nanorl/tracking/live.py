@@ -81,7 +81,7 @@ class RichView:
         self._resume()
 
     def status(self, facts: Mapping[str, str]) -> None:
-        """A line in the bar's place."""
+        """A table of one row in the bar's place."""
         self._progress, self._status = None, facts
         self._resume()
 
@@ -138,7 +138,7 @@ class RichView:
         if self._progress:
             parts.append(self._bar(*self._progress))
         if self._status:
-            parts.append(_facts(self._status))
+            parts.append(_status_table(self._status))
         return Group(*parts)
 
     def _new_live(self) -> Live:
@@ -181,6 +181,14 @@ class RichView:
         bar = ProgressBar(total=max(total, 1), completed=done, width=width, pulse=total == 0)
         grid.add_row(Text(what, no_wrap=True), bar, Text(count), Text(elapsed, style="dim"))
         return grid
+
+
+def _status_table(facts: Mapping[str, str]) -> Table:
+    table = Table(box=box.ROUNDED, border_style="dim")
+    for name in facts:
+        table.add_column(Text(name, style="dim"), justify="right")
+    table.add_row(*(Text(printable(value), style="bold") for value in facts.values()))
+    return table
 
 
 def _facts(facts: Mapping[str, str]) -> Text:

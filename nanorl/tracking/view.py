@@ -71,6 +71,7 @@ class PlainView:
         """`quiet` leaves only tables, and notes that begin with `warning`."""
         self.quiet = quiet
         self._last_line = time.monotonic()
+        self._last_status, self._status_at = "", -SILENCE_S
 
     def __enter__(self) -> Self:
         """Nothing to open."""
@@ -95,7 +96,11 @@ class PlainView:
             self._print(f"{what} {done}/{total}")
 
     def status(self, facts: Mapping[str, str]) -> None:
-        """Nothing: a log has no use for the same line every second."""
+        """A line where something changed, every ten seconds at most: a log has no use for the same one each second."""
+        line = "  ".join(f"{name} {value}" for name, value in facts.items())
+        if not self.quiet and line != self._last_status and time.monotonic() - self._status_at > SILENCE_S:
+            self._last_status, self._status_at = line, time.monotonic()
+            self._print(line)
 
     def sample(self, example: Excerpt | None) -> None:
         """Nothing: one line a step; the run folder has every sample."""

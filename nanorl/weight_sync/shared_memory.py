@@ -9,7 +9,7 @@ import torch
 
 from nanorl.engine.client import EngineClient
 from nanorl.engine.protocol import FLATTENED_BUCKET, WeightUpdateFromTensor
-from nanorl.engine.sglang_loader import LOADER
+from nanorl.engine.sglang import LOADER
 from nanorl.weight_sync.base import NamedTensors, Stopwatch, SyncReport, check_version, paused, weight_session
 from nanorl.weight_sync.bucket import FlatBucket, drop_aliases
 from nanorl.weight_sync.verification import check_all, check_first_values, check_shapes, engine_dtype

@@ -157,7 +157,7 @@ def test_nothing_outlives_the_parent(killed: str, tmp_path: Path) -> None:
 
 
 def test_embedded_engine_of_an_unknown_model_says_so(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"most likely the model can't be found or loaded"):
+    with pytest.raises(EngineError, match=r"most likely the model can't be found"):
         EngineProcess(embedded_engine("/no/such/folder"), log_path=tmp_path / "engine.log", ready_timeout_s=60).start()
 
 

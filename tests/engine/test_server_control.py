@@ -182,6 +182,9 @@ def test_state_routes(engine: Served, tiny_folder: Path) -> None:
     assert server["aliases"] == {"lm_head.weight": "model.embed_tokens.weight"}
     (model,) = engine.ok("/v1/models", method="GET")["data"]
     assert (model["id"], model["max_model_len"]) == (str(tiny_folder), 512)
+    (load,) = engine.ok("/v1/loads", method="GET")["loads"]
+    assert (load["num_running_reqs"], load["num_waiting_reqs"], load["token_usage"]) == (0, 0, 0.0)
+    assert load["max_total_num_tokens"] == server["max_total_num_tokens"]
     assert engine.call("/health", method="GET").status_code == 200
     assert "/begin_weight_update" in engine.ok("/openapi.json", method="GET")["paths"]
 

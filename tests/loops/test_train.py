@@ -197,7 +197,7 @@ def test_an_engine_that_dies_ends_the_run_with_its_log(
 
     monkeypatch.setattr(build.Run, "sync_weights", kill_after_second_sync)
     with pytest.raises(EngineError, match="engine"):
-        run(model, tmp_path / "run", "run.steps=3")
+        run(model, tmp_path / "run", "run.steps=3", "engine.max_restarts=0")
     assert len(metrics_of(tmp_path / "run")) == 1
 
 

@@ -15,7 +15,7 @@ def logged_names():
     for path in (ROOT / "nanorl").rglob("*.py"):
         if path.parent.name == "tracking":
             continue  # what is shown proves nothing about what is logged
-        yield from re.findall(r'"((?:rollout|train|time)/[\w/{}]+)"', path.read_text(encoding="utf-8"))
+        yield from re.findall(r'"((?:rollout|train|time|engine)/[\w/{}]+)"', path.read_text(encoding="utf-8"))
     parts = ("version", "num_bytes", "num_tensors", "copy_ms", "serialize_ms", "pause_ms", "begin_ms", "send_ms")
     report = SyncReport(**dict.fromkeys((*parts, "end_ms", "flush_ms", "continue_ms", "verify_ms"), 1))
     yield from report.metrics()

@@ -84,11 +84,27 @@ def test_a_table_ends_the_live_part_and_progress_begins_a_new_one():
         view.table("First", ("a",), [("1",)])
         view.progress("sampling", 3, 4)
         view.table("Second", ("a",), [("1",)])
-        view.status({"running": "3"})
+        view.status({"running": "3", "KV": "12%"})
     text = console.export_text()
-    assert text.index("reward  ") < text.index("First") < text.index("Second") < text.index("running 3")
-    assert text.rstrip().endswith("running 3")
+    assert text.index("reward  ") < text.index("First") < text.index("Second") < text.index("running")
+    titles, _, values = [line.strip("│ ") for line in text.splitlines()[-4:-1]]
+    assert (titles.split(), values.split()) == (["running", "│", "KV"], ["3", "│", "12%"])
     assert console.file.getvalue().count("\x1b[?25h") == 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_log_gets_a_status_where_it_changed_and_not_each_second(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    view = PlainView()
+    view.status({"running": "0", "weight version": "1"})
+    view.status({"running": "3", "weight version": "1"})  # too soon
+    monkeypatch.setattr("nanorl.tracking.view.SILENCE_S", 0.0)
+    view.status({"running": "0", "weight version": "1"})  # nothing new
+    view.status({"running": "4", "weight version": "1"})
+    assert capsys.readouterr().out == "running 0  weight version 1\nrunning 4  weight version 1\n"
+    quiet = PlainView(quiet=True)
+    quiet.status({"running": "5"})
+    assert capsys.readouterr().out == ""
 
 
 def test_titles_come_again_once_a_screenful():

@@ -252,7 +252,7 @@ def rss_bytes(pid: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # SGLang on a CPU takes a second for each flush
-def test_two_hundred_syncs_leave_memory_flat(
+def test_hundreds_of_syncs_leave_memory_flat(
     client: EngineClient, engine: RunningEngine, model: PreTrainedModel
 ) -> None:
     """slime 1731, sglang 4446: IPC handles leak."""
@@ -273,12 +273,13 @@ def test_two_hundred_syncs_leave_memory_flat(
     for offset in range(20):
         sync.sync(tensors.items(), version + offset)
     rss, names, descriptors = measure()
-    for offset in range(20, 200):
+    # SGLang on a CPU takes half a second a sync, and its own processes are not measured here: a third shows a leak too.
+    for offset in range(20, 200 if engine.is_embedded else 80):
         sync.sync(tensors.items(), version + offset)
     rss_after, names_after, descriptors_after = measure()
     assert names_after == names
     assert all(after - before <= 2 for before, after in zip(descriptors, descriptors_after, strict=True))
-    # 180 leaked buckets would be 100 MB.
+    # 180 leaked buckets would be 100 MB, 60 of them 33.
     assert all(after - before < 8 << 20 for before, after in zip(rss, rss_after, strict=True)), (rss, rss_after)
 
 
