@@ -337,8 +337,7 @@ def _engine_flags(model: str | None, engine: str | None, url: str | None, take_o
 def main() -> None:
     """The command `nanorl`: runs what it was given and ends the process.
 
-    By then everything that was started is stopped. Tearing down an interpreter with torch in it would take another
-    second, and would wait for a thread that still loads a model.
+    Everything is stopped by then. Tearing down an interpreter with torch in it would take another second.
     """
     try:
         run_command()
@@ -358,9 +357,8 @@ def run_command() -> None:
     for stream in (sys.stdout, sys.stderr):
         if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(errors="replace")  # a terminal without Unicode shows `?`; it must not end a run
-    # Trainer and engine share the cores by turns. OpenMP threads spin while they wait: by default so long that one
-    # side's spinning makes the other's steps ten times slower once a third process wants a core; not at all, and a
-    # small model's steps take half as long again. This is some 0.1 ms. GNU's OpenMP reads the number, others the word.
+    # OpenMP threads spin while they wait: by default so long that it makes the engine's steps ten times slower where
+    # cores are short; not at all, and a small model's take half as long again. GNU's reads the number (some 0.1 ms).
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:

@@ -1,8 +1,7 @@
 """The whole configuration: frozen sections, one a room; TOML file, then `--set section.key=value`, then flags.
 
-A field that is None takes the model preset's default (`nanorl.models.presets`); the resolved configuration, with
-nothing left open, is saved as JSON in the run folder. Unknown keys and values out of range fail with the nearest name
-and the path.
+A field that is None takes the model preset's default (`nanorl.models.presets`); the resolved configuration is saved as
+JSON in the run folder. Unknown keys and values out of range fail with the nearest name and the path.
 """
 
 import difflib

@@ -62,7 +62,7 @@ class Run:
     client: EngineClient
     sync: WeightSync
     recovery: Recovery
-    data_position: Mapping[str, Any]
+    data_position: Mapping[str, Any] = field(init=False)
     """Of the prompts after the last step that is done: those of a step that fails are not lost."""
     version: int = 0
     """The weights that the engine holds, or is being sent: how many syncs this run has made."""
@@ -77,6 +77,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.data_state = self.prompts.state_dict
+        self.data_position = dict(self.data_state())
 
     def sample(
         self,
@@ -156,6 +157,12 @@ class Run:
         every = 0 if self.config.run.rollout_only else self.config.run.checkpoint_every
         if every and (report.step % every == 0 or report.step == self.config.run.steps):
             self.save_checkpoint()
+
+    def restore(self, checkpoint: Path) -> None:
+        """Puts trainer, data and counts back; the engine has the weights after the next sync."""
+        state = restore(checkpoint, self.trainer, self.prompts)
+        self.done_steps = self.saved_steps = state.step
+        self.version, self.data_position = state.weight_version - 1, state.data
 
     def save_checkpoint(self) -> None:
         """Keeps the run as it stands after the last step."""
@@ -243,8 +250,6 @@ def build(config: Config, view: View) -> Iterator[Run]:
     with contextlib.ExitStack() as stack:
         require_backends(config.tracking)
         config, model = resolve(config, view.progress)
-        if model.note:
-            view.note(model.note)
         chat = load_chat(model.path)
         prompts = build_data(config.data, config.run.seed)
         check_reach(config)
@@ -255,6 +260,8 @@ def build(config: Config, view: View) -> Iterator[Run]:
         recorder = Recorder(config, folder, chat, view)
         stack.callback(recorder.close)
         engine, trainer = _start_both(stack, config, model, folder, view)
+        if model.note:
+            view.note(model.note)
         view.header(_header(config, model, engine, folder))
         event_loop = stack.enter_context(EventLoopThread())
         sampler = GenerationClient(engine.url, timeout_s=config.engine.request_timeout_s)
@@ -283,13 +290,10 @@ def build(config: Config, view: View) -> Iterator[Run]:
             client=client,
             sync=_make_sync(config, client, trainer, folder),
             recovery=Recovery(engine, view, config.engine.max_restarts),
-            data_position=dict(prompts.state_dict()),
         )
         stack.callback(lambda: run.sync.close())  # noqa: PLW0108 the sync of then: a restart makes another
         if checkpoint:
-            state = restore(checkpoint, trainer, prompts)
-            run.done_steps = run.saved_steps = state.step
-            run.version, run.data_position = state.weight_version - 1, state.data
+            run.restore(checkpoint)
         # A server that another run has trained must give no false result: ours first, whoever started it.
         run.sync_weights()
         folder.keep()
