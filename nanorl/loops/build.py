@@ -106,11 +106,7 @@ class Run:
             )
             return self.event_loop.run(work, self.config.engine.request_timeout_s, watch)
 
-        def resend() -> None:
-            self._renew_sync()
-            self.sync.sync(self.trainer.named_tensors(), self.version)
-
-        groups = self.recovery.attempt(collect, resend)
+        groups = self.recovery.attempt(collect, self.resend_weights)
         self.check_any_valid(groups)
         return groups
 
@@ -144,6 +140,11 @@ class Run:
             return report
 
         return self.recovery.attempt(send, self._renew_sync)
+
+    def resend_weights(self) -> None:
+        """Makes a restarted engine hold what the former one held: between two steps that is what the trainer has."""
+        self._renew_sync()
+        self.sync.sync(self.trainer.named_tensors(), self.version)
 
     def _renew_sync(self) -> None:
         """A restarted engine knows nothing of the carrier that the former one had opened."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from statistics import fmean
 
+from nanorl.errors import EngineError
 from nanorl.loops.build import Run
 from nanorl.loops.source import Marks
 from nanorl.rollout.capacity import Capacity
@@ -59,23 +60,33 @@ class Overlap:
         if not self._is_started:
             self._is_started = True
             self.worker.start()
-        with run.engine.blamed():
-            self._taken = self.worker.take(
+
+        def take() -> Taken:
+            return self.worker.take(
                 run.version, run.engine.check, lambda done, total: run.view.progress("waiting for groups", done, total)
             )
+
+        def restore() -> None:
+            run.resend_weights()
+            self.worker.revive()
+
+        self._taken = run.recovery.attempt(take, restore)
         run.check_any_valid(self._taken.groups)
         return self._taken.groups
 
     def watch(self) -> None:
-        """Raises: what the producer died of, while the trainer computes."""
-        with self._run.engine.blamed():
+        """Raises: what the producer died of, while the trainer computes; a lost engine can wait for the step's end."""
+        with contextlib.suppress(EngineError):
             self.worker.check()
 
     def sync(self) -> SyncReport:
         """Syncs while requests run; they go on afterwards. Their slots are free again when this returns."""
+        num_restarts = self._run.recovery.num_restarts
         with self._drained():
             report = self._run.sync_weights()
         self.worker.synced()
+        if self._run.recovery.num_restarts > num_restarts:
+            self.worker.revive()
         return report
 
     def metrics(self, marks: Marks) -> dict[str, float]:

@@ -61,12 +61,14 @@ class Recovery:
     def _restart(self, error: EngineError | WeightSyncError) -> None:
         """Starts our own engine again. Raises: the error, where that is not what would help."""
         process = self._engine.process
-        if process is None or _is_well(process):
+        if process is None or not self._max_restarts:
             raise error
         if self.num_restarts >= self._max_restarts:
             raise EngineError(
                 f"{error}\nIt was started again {self.num_restarts} times: engine.max_restarts."
             ) from None
+        if _is_well(process):
+            raise error
         self.num_restarts += 1
         count = f"restart {self.num_restarts} of at most {self._max_restarts}"
         self._view.note(f"warning: {str(error).splitlines()[0]} Starting it again, {count}.")

@@ -131,6 +131,14 @@ class RolloutWorker:
             self.capacity.synced()
         self.event_loop.start(self._submit())
 
+    def revive(self) -> None:
+        """After the engine was lost and is back: samples what was in flight anew, under the same numbers."""
+        self.event_loop.run(self._cancel(), timeout_s=10.0)
+        with self._changed:
+            self._error = None
+            self._progress_at = time.monotonic()
+        self.event_loop.start(self._resubmit())
+
     def state(self) -> StreamState:
         """Position of the data for a checkpoint: what is not trained on yet will be handed out again, in order."""
         with self._changed:
@@ -152,9 +160,18 @@ class RolloutWorker:
                 self.capacity.submit()
                 ticket = Ticket(number=next(self._numbers), prompt=prompt, since=time.monotonic())
                 self._flying[ticket.number] = ticket
-                task = asyncio.get_running_loop().create_task(self._produce(ticket))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._launch(ticket)
+
+    async def _resubmit(self) -> None:
+        with self._changed:
+            for ticket in self._flying.values():
+                self._launch(ticket)
+        await self._submit()
+
+    def _launch(self, ticket: Ticket) -> None:
+        task = asyncio.get_running_loop().create_task(self._produce(ticket))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _produce(self, ticket: Ticket) -> None:
         with self._dying_loudly():

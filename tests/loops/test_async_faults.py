@@ -18,7 +18,7 @@ from nanorl.loops.train_async import train_async
 from nanorl.rollout.single_turn import SingleTurn
 from nanorl.tracking.view import PlainView
 from nanorl.train.checkpoint import list_checkpoints
-from nanorl.types import Status, StepReport
+from nanorl.types import Prompt, Status, StepReport
 from tests.loops.commands import descendants, own_children, running, wait_gone
 from tests.loops.test_train import groups_of, make_config, metrics_of
 
@@ -74,6 +74,7 @@ def own_run(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[Run, During]]:
     """A run with an engine of its own, which a test may hurt, after two steps."""
     view = During(2, lambda: None)
     sets = ["run.steps=1000", "run.eval_prompts=0", "overlap.stall_timeout_s=2", "rollout.max_new_tokens=100"]
+    sets += ["engine.max_restarts=0"]
     with build(make_config(tiny_model, tmp_path / "run", *sets), view) as run:
         yield run, view
 
@@ -86,8 +87,34 @@ def engine_pid(run: Run) -> int:
     return [pid, *descendants(pid)][-1]
 
 
-def test_a_killed_engine_is_named_within_seconds(own_run: tuple[Run, During]) -> None:
-    """Slime 1632: kill -9 while requests run."""
+def test_a_killed_engine_is_started_again_and_no_prompt_is_lost(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slime 1632: kill -9 while requests run. What was in flight is sampled anew, by the weights of then."""
+    view = During(2, lambda: None)
+    sets = ["run.steps=6", "run.eval_prompts=0", "overlap.max_staleness=1", "overlap.stale=recycle"]
+    with build(make_config(tiny_model, tmp_path / "run", *sets), view) as run:
+        view.action = lambda: os.kill(engine_pid(run), signal.SIGKILL)
+        handed_out: list[str] = []
+        following = run.prompts.next
+
+        def noted(n: int) -> list[Prompt]:
+            prompts = following(n)
+            handed_out.extend(prompt.id for prompt in prompts)
+            return prompts
+
+        monkeypatch.setattr(run.prompts, "next", noted)
+        with Overlap(run) as source:
+            result = turn(run, source)
+        assert run.recovery.num_restarts == 1
+        assert run.client.model_info().version == run.version == 7
+    assert [report.metrics["engine/num_restarts"] for report in result.reports][-1] == 1
+    assert all(report.metrics.get("train/mismatch/max", 0.0) < 1e-4 for report in result.reports)
+    used = [group.prompt.id for step in range(1, 7) for group in groups_of(tmp_path / "run", step)]
+    assert sorted(used) == sorted(handed_out)
+
+
+def test_a_killed_engine_is_named_where_it_may_not_be_started_again(own_run: tuple[Run, During]) -> None:
     run, view = own_run
     view.action = lambda: os.kill(engine_pid(run), signal.SIGKILL)
     start = time.monotonic()
