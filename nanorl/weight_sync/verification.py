@@ -92,11 +92,12 @@ def check_all(client: EngineClient, tensors: Tensors, dtype: torch.dtype | None)
     Raises:
         WeightSyncError: some differ, or the engine reports no checksum for them.
     """
+    device_type = str(client.server_info().get("device", "cuda")).partition(":")[0]
     unseen, differing = set(tensors), list[str]()
     for held_name, checksum in client.weights_checksum().items():
         parts = _parts_of(held_name, tensors)
         unseen -= set(parts)
-        if parts and not _matches([tensors[part] for part in parts], dtype, checksum):
+        if parts and not _matches([tensors[part] for part in parts], dtype, device_type, checksum):
             differing.append(f"{held_name}: other bits")
     faults = differing + [f"{name}: the engine reports no checksum" for name in sorted(unseen)]
     if faults:
@@ -104,15 +105,15 @@ def check_all(client: EngineClient, tensors: Tensors, dtype: torch.dtype | None)
     return len(tensors)
 
 
-def _matches(parts: Sequence[torch.Tensor], dtype: torch.dtype | None, checksum: str) -> bool:
+def _matches(parts: Sequence[torch.Tensor], dtype: torch.dtype | None, device_type: str, checksum: str) -> bool:
     stacked = torch.cat([part.to(wire_dtype(part, dtype)) for part in parts]) if len(parts) > 1 else parts[0]
     stacked = stacked.to(wire_dtype(stacked, dtype))
-    if tensor_checksum(stacked) == checksum:
+    if tensor_checksum(stacked, device_type) == checksum:
         return True
     missing_rows = -stacked.shape[0] % _VOCABULARY_ROWS if stacked.dim() == 2 else 0
     if not missing_rows:
         return False
-    return tensor_checksum(torch.nn.functional.pad(stacked, (0, 0, 0, missing_rows))) == checksum
+    return tensor_checksum(torch.nn.functional.pad(stacked, (0, 0, 0, missing_rows)), device_type) == checksum
 
 
 def _parts_of(held_name: str, tensors: Tensors) -> list[str]:

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 
+from nanorl.engine import checksum
 from nanorl.engine.checksum import tensor_checksum
 from nanorl.engine.shared_buffer import SharedBuffer
 from nanorl.engine.tensor_payload import (
@@ -88,6 +89,7 @@ def test_checksum_sees_order_place_and_bits() -> None:
     negative_zero = base.clone()
     negative_zero[0] = -0.0
     others = [swapped, negative_zero, base[:-1], base + 1e-4]
+    assert len({tensor_checksum(tensor, "cuda") for tensor in (base, *others)}) == 5
     assert len({tensor_checksum(tensor) for tensor in (base, *others)}) == 5
     assert tensor_checksum(base.reshape(10, 100).t().contiguous().t()) == tensor_checksum(base)
 
@@ -109,3 +111,24 @@ def test_store_lists_tied_tensors_once() -> None:
     pairs, _ = store.plan([("head.weight", two)])
     store.copy(pairs)
     assert torch.equal(store.tensors["embed.weight"], two)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (torch.arange(5, dtype=torch.uint8), "5378e41554869438"),
+        (torch.arange(10.0), "3015603431603089"),
+        (torch.arange(20000, dtype=torch.int32) * -7, "50c76a30558d1e5d"),
+        (torch.zeros(0), "0000000000000000"),
+    ],
+)
+def test_the_checksum_of_a_gpu_is_that_of_sglangs_kernel(tensor: torch.Tensor, expected: str) -> None:
+    """Expected: what SGLang 0.5.23's Triton kernel gives in Triton's interpreter."""
+    assert tensor_checksum(tensor, "cuda") == expected
+
+
+def test_the_checksum_of_a_gpu_does_not_depend_on_how_much_is_in_work_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.arange(100_000, dtype=torch.int32)
+    whole = tensor_checksum(tensor, "cuda")
+    monkeypatch.setattr(checksum, "_CHUNK", 16384)
+    assert tensor_checksum(tensor, "cuda") == whole
