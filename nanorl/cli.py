@@ -17,6 +17,7 @@ from nanorl.errors import NanoRLError
 from nanorl.options import (
     KEYS,
     CheckpointEvery,
+    Colocate,
     ConfigFile,
     EngineKind,
     EngineUrl,
@@ -67,6 +68,7 @@ def train(
     engine: EngineKind = None,
     engine_url: EngineUrl = None,
     take_over: TakeOver = None,
+    colocate: Colocate = None,
     prompts_per_step: PromptsPerStep = None,
     group_size: GroupSize = None,
     lr: LearningRate = None,
@@ -296,13 +298,12 @@ def _load_training(flags: dict[str, Any]) -> "Config":
         from nanorl.loops.saved import replayed_config, saved_config
 
         base = saved_config(flags["run_dir"]) if flags["resume"] else replayed_config(str(flags["replay"]))
-    if flags["resume"]:
-        values["run.dir"] = None  # the base has it
+    values["run.dir"] = None if flags["resume"] else flags["run_dir"]  # the base has it
     return _load(flags["config"], flags["set_"], values, base)
 
 
 def _load(config: Path | None, sets: list[str] | None, flags: dict[str, Any], base: "Config | None" = None) -> "Config":
-    from nanorl.config import load_config
+    from nanorl.config_load import load_config
 
     return load_config(config, sets or (), flags, base)
 
@@ -370,8 +371,7 @@ def run_command() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:  # a full disk or a missing right, wherever it shows
-        where = f": {error.filename}" if error.filename else ""
-        typer.echo(f"error: {error.strerror or error}{where}", err=True)
+        typer.echo(": ".join(filter(None, ("error", error.strerror or str(error), error.filename))), err=True)
         sys.exit(2)
 
 

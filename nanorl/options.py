@@ -15,6 +15,9 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="TOML fi
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any config key; may be repeated.")
 ]
+Colocate = Annotated[
+    bool | None, typer.Option("--colocate", help="Lend SGLang's GPU memory to the trainer while it trains.")
+]
 Seed = Annotated[int | None, typer.Option("--seed", help="Decides prompts, sampling noise and minibatches.")]
 RunDir = Annotated[str | None, typer.Option("--run-dir", help="Run folder; default runs/<time>-<model>.")]
 Overwrite = Annotated[
@@ -57,6 +60,7 @@ KEYS = {
     "engine": "engine.type",
     "engine_url": "engine.url",
     "take_over": "engine.take_over",
+    "colocate": "engine.colocate",
 }
 """Flag of the training commands -> config key."""
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from nanorl.config import Config, JsonlData, from_json, load_config, to_json
+from nanorl.config import Config, JsonlData
+from nanorl.config_load import from_json, load_config, to_json
 from nanorl.errors import ConfigError
 
 

@@ -115,6 +115,8 @@ def engine_command(config: Config, model: ResolvedModel, port: int = 0) -> Engin
     if engine_type(config) == "torch":
         own = ["--dtype", dtype, "--device", device, "--served-name", model.name]
         return embedded_engine(model.path, *own, *flags, port=port)
+    if config.engine.colocate:
+        flags = ["--enable-memory-saver", *flags]
     flags = ["--served-model-name", model.name, "--random-seed", str(config.run.seed), *flags]
     return sglang_engine(
         model.path, *flags, dtype=dtype, device=device, port=port, command=config.engine.sglang_command

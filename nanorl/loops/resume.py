@@ -4,7 +4,8 @@ from pathlib import Path
 
 import msgspec
 
-from nanorl.config import Config, to_json
+from nanorl.config import Config
+from nanorl.config_load import to_json
 from nanorl.data.prompts import PromptStream, StreamState
 from nanorl.errors import CheckpointError, ConfigError
 from nanorl.loops.saved import saved_config

@@ -2,7 +2,8 @@
 
 import msgspec
 
-from nanorl.config import Config, from_json
+from nanorl.config import Config
+from nanorl.config_load import from_json
 from nanorl.errors import CheckpointError, ConfigError
 from nanorl.tracking.rollouts import rollout_steps
 from nanorl.tracking.run_folder import find_run

@@ -4,6 +4,7 @@ import itertools
 from typing import NamedTuple, Protocol
 
 from nanorl.loops.build import Run
+from nanorl.loops.colocation import Lender
 from nanorl.rollout.filters import has_spread, nothing_passed
 from nanorl.types import Group
 from nanorl.weight_sync.base import SyncReport
@@ -54,13 +55,17 @@ class Lockstep:
     """The synchronous source: samples when asked, by the weights of now."""
 
     def __init__(self, run: Run) -> None:
+        """Raises: ConfigError where colocation is asked for and the engine can't give memory back."""
         self._run = run
         self._num_tokens = self._num_filtered = 0
+        self._lender = Lender(run) if run.config.engine.colocate and not run.config.run.rollout_only else None
 
     def take(self, step: int) -> list[Group]:
         """A step's prompts as one request; dynamic sampling asks for more in the place of groups without spread."""
         groups = self._sample(step)
         self._num_tokens = sum(sample.num_sampled for group in groups for sample in group.samples)
+        if self._lender:
+            self._lender.lend()
         return groups
 
     def watch(self) -> None:
@@ -68,7 +73,10 @@ class Lockstep:
 
     def sync(self) -> SyncReport:
         """Nothing runs meanwhile."""
-        return self._run.sync_weights()
+        if self._lender is None:
+            return self._run.sync_weights()
+        with self._lender.weights_back():
+            return self._run.sync_weights()
 
     def metrics(self, marks: Marks) -> dict[str, float]:
         """The engine's speed, and what dynamic sampling discarded."""

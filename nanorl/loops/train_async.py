@@ -38,6 +38,10 @@ def check_overlap(config: Config) -> None:
         raise ConfigError(
             "rollout_only trains nothing, so there is nothing to overlap: use `nanorl train --rollout-only`."
         )
+    if config.engine.colocate:
+        raise ConfigError(
+            "engine.colocate: an engine that samples while the trainer trains needs its memory. Use `nanorl train`."
+        )
     if config.overlap.in_flight_update == "in-place":
         raise ConfigError(
             "in_flight_update = in-place: both engines, SGLang and nanorl's own, go on with keys and values of the old "

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanorl.algo.corrections import ess_share, masked, ratio_of, truncated
-from nanorl.config import load_config
+from nanorl.config_load import load_config
 from nanorl.errors import BatchError, ConfigError
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "algorithms.json").read_text())

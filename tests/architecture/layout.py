@@ -11,6 +11,7 @@ TORCH_FREE = (
     "nanorl.errors",
     "nanorl.types",
     "nanorl.config",
+    "nanorl.config_load",
     "nanorl.config_text",
     "nanorl.data",
     "nanorl.tokens",

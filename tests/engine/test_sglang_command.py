@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nanorl.config import Config, load_config
+from nanorl.config import Config
+from nanorl.config_load import load_config
 from nanorl.engine.launcher import EngineCommand, EngineProcess
 from nanorl.engine.sglang import COMMAND_VARIABLE, find_sglang, sglang_engine
 from nanorl.errors import ConfigError, EngineError

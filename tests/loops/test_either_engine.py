@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanorl.config import load_config
+from nanorl.config_load import load_config
 from nanorl.engine.client import EngineClient
 from nanorl.loops.resume import saved_config
 from nanorl.loops.train import train

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanorl.config import Config, load_config
+from nanorl.config import Config
+from nanorl.config_load import load_config
 from nanorl.engine.launcher import EngineProcess, embedded_engine
 from nanorl.engine.protocol import FinishInfo, GenerateAnswer, MetaInfo
 from nanorl.errors import ConfigError, EngineError, ModelError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nanorl.config import load_config
+from nanorl.config_load import load_config
 from nanorl.loops.train import train
 from nanorl.tracking.view import PlainView
 from tests.loops.commands import Command, descendants, running, wait_gone

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from nanorl.config import Config, load_config
+from nanorl.config import Config
+from nanorl.config_load import load_config
 from nanorl.engine.client import EngineClient
 from nanorl.engine.generation import GenerationClient
 from nanorl.engine.launcher import EngineProcess, embedded_engine

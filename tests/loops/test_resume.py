@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from nanorl.config import load_config
+from nanorl.config_load import load_config
 from nanorl.errors import NanoRLError
 from nanorl.loops.saved import saved_config
 from nanorl.loops.train import TrainResult, train

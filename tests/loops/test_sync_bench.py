@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanorl.config import SyncConfig, load_config
+from nanorl.config import SyncConfig
+from nanorl.config_load import load_config
 from nanorl.engine.client import EngineClient
 from nanorl.errors import WeightSyncError
 from nanorl.loops import sync_bench as bench

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from nanorl.config import Config, load_config
+from nanorl.config import Config
+from nanorl.config_load import load_config
 from nanorl.engine.client import EngineClient
 from nanorl.engine.launcher import EngineProcess, embedded_engine
 from nanorl.engine.registry import acquire_lease, register_server
@@ -213,6 +214,7 @@ def _children_of(pid: int | None) -> list[int]:
         (["data.type=jsonl", "data.path=/nonexistent.jsonl"], DataError, "nonexistent"),
         (["tracking.backends=['tensorbored']"], ConfigError, "tensorbored"),
         (["model.device=cuda"], ConfigError, "no GPU"),
+        (["engine.colocate=true"], ConfigError, "can't give its memory back.*--enable-memory-saver"),
     ],
 )
 def test_bad_input_is_refused_with_its_name(

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanorl.config import Config, load_config
+from nanorl.config import Config
+from nanorl.config_load import load_config
 from nanorl.errors import ConfigError, RewardError
 from nanorl.loops.cores import shared_cores
 from nanorl.loops.resume import saved_config
@@ -168,6 +169,7 @@ def test_a_filter_that_rejects_everything_ends_the_run(
         (["overlap.in_flight_update=in-place"], "old weights"),
         (["algo.clip_high=50"], "clipped ratio"),
         (["run.rollout_only=true"], "nothing to overlap"),
+        (["engine.colocate=true"], "needs its memory"),
     ],
 )
 def test_what_can_not_be_is_refused_before_anything_starts(tmp_path: Path, sets: list[str], message: str) -> None:

@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from nanorl.config import TrackingConfig, load_config
+from nanorl.config import TrackingConfig
+from nanorl.config_load import load_config
 from nanorl.errors import ConfigError, TrackerError
 from nanorl.tracking import trackers as room
 from nanorl.tracking.background import Background
